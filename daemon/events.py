@@ -1,0 +1,204 @@
+"""What goes into the brain and what comes out of it. Plain values: the same events give the same instructions.
+
+Every event is handed over with the time (`Brain.handle(event, now)`, seconds, monotonic); the brain reads no clock.
+`request` fields are opaque tokens of the server: the brain answers a request, now or later, with one `Answer`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.geometry import Geometry
+from tierkv.protocol import Plan, Result, SessionOptions, SessionState
+from tierkv.regions import Run
+
+RequestToken = int
+"""Names a waiting request; 0 where nobody waits."""
+
+# Events ----------------------------------------------------------------------------------------------------------
+
+
+class Attached(NamedTuple):
+    """A worker is here; `sessions` are what it hands back after an owner died (adoption)."""
+
+    client: str
+    sessions: tuple[SessionState, ...] = ()
+
+
+class AdoptionEnded(NamedTuple):
+    """Every worker that could hold pages has re-attached or is dead: unclaimed memory is free."""
+
+
+class Opened(NamedTuple):
+    request: RequestToken
+    client: str
+    model_id: str
+    geometry: Geometry
+    options: SessionOptions
+
+
+class Forked(NamedTuple):
+    request: RequestToken
+    client: str
+    session: int
+
+
+class Cropped(NamedTuple):
+    request: RequestToken
+    client: str
+    session: int
+    length: int
+
+
+class Closed(NamedTuple):
+    request: RequestToken
+    client: str
+    session: int
+
+
+class Reserved(NamedTuple):
+    request: RequestToken
+    client: str
+    session: int
+    pages: int
+
+
+class Committed(NamedTuple):
+    request: RequestToken
+    client: str
+    session: int
+    length: int
+    runs: tuple[Run, ...]
+    steps: int
+    token_ids: NDArray[np.int32]
+
+
+class Observed(NamedTuple):
+    request: RequestToken
+    client: str
+    session: int
+    step: int
+    mass: NDArray[np.float32]  # [tokens], NaN where not attended
+
+
+class Pinned(NamedTuple):
+    request: RequestToken
+    client: str
+    session: int
+    start: int
+    stop: int
+    level: str
+
+
+class Acked(NamedTuple):
+    """`client` reads table `version` (or a later one) of `session` from now on."""
+
+    client: str
+    session: int
+    version: int
+
+
+class LeaseExpired(NamedTuple):
+    """The worker is silent but alive: its pages are quarantined, never reused while it could wake and write."""
+
+    client: str
+
+
+class LeaseRenewed(NamedTuple):
+    client: str
+
+
+class WorkerDied(NamedTuple):
+    """The process is gone (pidfd) or has detached: everything it held comes back at once."""
+
+    client: str
+
+
+class Draining(NamedTuple):
+    pass
+
+
+class MoveDone(NamedTuple):
+    """`checksum` of the destination where it is a host replica; `state_floats` where a codec state was fitted."""
+
+    move: int
+    checksum: int = 0
+
+
+class MoveFailed(NamedTuple):
+    """`reason` is a short label: `non-finite`, `checksum`, `io`, `codec`."""
+
+    move: int
+    reason: str
+
+
+class Tick(NamedTuple):
+    """Time passed: scores decayed, waiting work may be due."""
+
+
+Event = (
+    Attached | AdoptionEnded | Opened | Forked | Cropped | Closed | Reserved | Committed | Observed | Pinned | Acked
+    | LeaseExpired | LeaseRenewed | WorkerDied | Draining | MoveDone | MoveFailed | Tick
+)  # fmt: skip
+
+# Instructions ----------------------------------------------------------------------------------------------------
+
+
+class Quantize(NamedTuple):
+    """Encode an exact page into a low-bit replica. Pools are `hbm` or `host`; answered by `MoveDone`/`MoveFailed`."""
+
+    move: int
+    geometry: Geometry
+    codec_state: int  # byte offset in HBM
+    count: int
+    src_pool: str
+    src: int
+    src_checksum: int  # of a host source, verified before use
+    dst_pool: str
+    dst: int
+    key: int  # seeds the checksum of a host destination
+
+
+class Copy(NamedTuple):
+    """Copy `size` bytes of a replica (backup, promotion, copy-on-write). Same answers as `Quantize`.
+
+    A host source is verified against `src_checksum` (reason `checksum` when it differs); the checksum of a host
+    destination is xxh3-64 of its bytes, seeded with `key` (the page id).
+    """
+
+    move: int
+    src_pool: str
+    src: int
+    src_checksum: int
+    dst_pool: str
+    dst: int
+    size: int
+    key: int
+
+
+class FitCodec(NamedTuple):
+    """Fit the codec's per-model state from exact HBM pages and write it at `dst` in HBM."""
+
+    move: int
+    geometry: Geometry
+    pages: tuple[int, ...]  # byte offsets in HBM
+    counts: tuple[int, ...]
+    dst: int
+
+
+class SendPlan(NamedTuple):
+    client: str
+    plan: Plan
+
+
+class Answer(NamedTuple):
+    """The one reply to a request."""
+
+    request: RequestToken
+    result: Result
+
+
+Instruction = Quantize | Copy | FitCodec | SendPlan | Answer
