@@ -153,7 +153,7 @@ class Quantize(NamedTuple):
     move: int
     geometry: Geometry
     codec_state: int  # byte offset in HBM
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's own `count` is not wanted here
     src_pool: str
     src: int
     src_checksum: int  # of a host source, verified before use
