@@ -98,6 +98,8 @@ class TableState(_Struct):
     pages: list[PageEntry]
     blanks: list[BlankPage] = []
     codec_state: int = -1
+    tail_open: bool = False
+    """The last page still takes tokens (`lay_out` continues it); False after a crop into a sealed page."""
 
 
 # Attach (Unix stream socket) -------------------------------------------------------------------------------------
