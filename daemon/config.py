@@ -1,0 +1,309 @@
+"""The daemon's settings: command line over `TIERKV_*` over a TOML file over defaults, each value with its origin.
+
+Nothing is ignored: a key that does not exist, in any of the three places, is a `ConfigError` with a suggestion.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from tierkv.daemon import limits
+from tierkv.errors import ConfigError, UnknownRegion
+from tierkv.geometry import PAGE_TOKENS, Geometry
+from tierkv.protocol import ATTACH_SOCKET, REQUEST_SOCKET
+from tierkv.regions import parse_region
+
+PREFIX = "TIERKV_"
+OTHER_VARIABLES = frozenset({"TIERKV_CONFIG", "TIERKV_CACHE"})
+"""`TIERKV_*` variables that are not settings of the daemon: the file to read, and where models are cached."""
+
+SMALLEST_POOL = 4096
+"""Bytes; a pool is mapped in pages of this size."""
+
+REFERENCE_MODELS: dict[str, tuple[int, int, int]] = {"8B model": (32, 8, 128), "SmolLM2-135M": (30, 3, 64)}
+"""Layers, KV heads, head_dim of models by which sizes are stated in tokens (the 8B is Llama 3's)."""
+
+_UNITS = {
+    "": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(value: object) -> int:
+    """Bytes from `8GiB`, `512 MiB`, `1.5GB`, `1e9` or a number. `ValueError` says what is understood instead."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("is not a size; write for instance 8GiB")
+    match = _SIZE.fullmatch(str(value))
+    if match is None:
+        raise ValueError("is not a size; write for instance 8GiB, 512MiB, 1e9")
+    number, unit = match.groups()
+    scale = _UNITS.get(unit.lower())
+    if scale is None:
+        near = [f"{unit[0].upper()}iB", f"{unit[0].upper()}B"] if unit[0].lower() in "kmgt" else ["GiB"]
+        raise ValueError(f"has the unknown unit {unit!r}; write {number}{f' or {number}'.join(near)}")
+    return int(float(number) * scale) if "." in number or "e" in number.lower() else int(number) * scale
+
+
+def parse_pins(value: object) -> object:
+    """`system=attendable,plan=exact` (command line, environment) or a table (file)."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+    if any(not sign for _, sign, _ in pairs):
+        raise ValueError(
+            "is not a list of pins; write region=level, for instance system=attendable,plan=exact"
+        )
+    return {region.strip(): level.strip() for region, _, level in pairs}
+
+
+def default_state_dir() -> Path:
+    """`/dev/shm/tierkv-<uid>`: tmpfs, so that the host pool is memory."""
+    return Path(f"/dev/shm/tierkv-{os.getuid()}")
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PinLevel = Literal["exact", "attendable"]
+
+
+class DaemonConfig(BaseSettings):
+    """Every setting of one daemon. Sizes in bytes, times in seconds. `load_config` fills it from its sources."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+    )
+
+    hbm: Size = 1 << 30
+    """Bytes of HBM a device, everything included (pages, low-bit pages, codec state)."""
+    host: Size = 4 << 30
+    """Bytes of host memory a node; 0 keeps nothing in host memory."""
+    state_dir: Path = Field(default_factory=default_state_dir)
+    """Sockets, host pool, lock and epoch of this daemon; private to its user."""
+    http_host: str = "127.0.0.1"
+    """Where /metrics, /health, /ready, /status and /version are served. Read-only, but keep it private."""
+    http_port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """0 takes any free port; `http.json` in the state directory names it."""
+    ray_address: str = ""
+    """A Ray cluster to join; empty starts a local Ray that ends with the daemon."""
+    codec: str = "k3v2"
+    """Low-bit form of a page."""
+    policy: str = "memdecay"
+    """Which score decides what stays."""
+    demotion: Literal["pressure", "eager"] = "pressure"
+    """`pressure`: a page keeps its fast replica until HBM is wanted; `eager` frees it as soon as its score allows."""
+    backup: Literal["on_seal", "on_demote", "never"] = "on_seal"
+    """When a page's exact bytes are copied to host memory."""
+    quantize_below: float | None = None
+    offload_below: float | None = None
+    drop_below: float | None = None
+    promote_above: float | None = None
+    """Score thresholds; unset takes the policy's own."""
+    low_watermark: Fraction = 0.05
+    """Free fraction of HBM below which pages are demoted ..."""
+    high_watermark: Fraction = 0.10
+    """... until this fraction is free."""
+    sink_tokens: Annotated[int, Field(ge=0)] = 16
+    """First tokens of a session that stay exact."""
+    recent_tokens: Annotated[int, Field(ge=0)] = 64
+    """Last tokens of a session that stay exact."""
+    pins: Annotated[dict[str, PinLevel], NoDecode, BeforeValidator(parse_pins)] = {"system": "attendable"}
+    """Regions whose pages stay `exact` or `attendable`, unless a session says otherwise."""
+    pin_quota: Fraction = 0.5
+    """Fraction of HBM that pinned pages may hold."""
+    observe_every: Annotated[int, Field(ge=1)] = 4
+    """Decode steps between observations."""
+    page_tokens: Annotated[int, Field(ge=1, le=1024)] = PAGE_TOKENS
+    layout: Literal["aligned", "straddling"] = "aligned"
+    """`aligned`: a page holds one region; `straddling`: pages fill up across regions, as in the paper."""
+    lease_seconds: Annotated[float, Field(gt=0)] = 10.0
+    """Silence after which a worker's pages are quarantined."""
+    heartbeat_seconds: Annotated[float, Field(gt=0)] = 1.0
+    min_residency_steps: Annotated[int, Field(ge=0)] = 16
+    """Decode steps that a promoted page stays at least."""
+    max_moves_in_flight: Annotated[int, Field(ge=1)] = 8
+    move_bandwidth: Size = 0
+    """Bytes a second that moves may take from decoding; 0 is unbounded."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @field_validator("codec", "policy")
+    @classmethod
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        names = _choices(info.field_name or "")
+        if value not in names:
+            raise ValueError(f"is not one of {', '.join(names)}{_suggest(value, names)}")
+        return value
+
+    @field_validator("pins")
+    @classmethod
+    def _regions(cls, value: dict[str, PinLevel]) -> dict[str, PinLevel]:
+        try:
+            return {parse_region(name).label: level for name, level in value.items()}
+        except UnknownRegion as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _coherent(self) -> DaemonConfig:
+        if self.hbm < SMALLEST_POOL:
+            raise ConfigError(
+                f"hbm = {self.hbm} bytes; the pool needs at least {SMALLEST_POOL}, for instance 8GiB"
+            )
+        if 0 < self.host < SMALLEST_POOL:
+            raise ConfigError(
+                f"host = {self.host} bytes; give at least {SMALLEST_POOL}, or 0 for no host tier"
+            )
+        if not self.low_watermark <= self.high_watermark < 1:
+            raise ConfigError(
+                f"low_watermark = {self.low_watermark} and high_watermark = {self.high_watermark}; "
+                "they are free fractions of HBM with low <= high < 1"
+            )
+        if self.heartbeat_seconds * 2 > self.lease_seconds:
+            raise ConfigError(
+                f"heartbeat_seconds = {self.heartbeat_seconds:g} is more than half of lease_seconds = "
+                f"{self.lease_seconds:g}: one late heartbeat would end a lease; lower the first or raise the second"
+            )
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed: `load_config` layers the sources, and an owner restarts with the values it was given."""
+        return (init_settings,)
+
+
+class Loaded(NamedTuple):
+    """`origins` names, for each setting, where its value comes from."""
+
+    config: DaemonConfig
+    origins: dict[str, str]
+
+
+def load_config(flags: Mapping[str, object] | None = None, file: str | Path | None = None) -> Loaded:
+    """Settings from `flags` (the command line), the environment, `file` (default `$TIERKV_CONFIG`) and defaults.
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be, a file that cannot be read.
+    """
+    flags = {key: value for key, value in (flags or {}).items() if value is not None}
+    file = file or os.environ.get("TIERKV_CONFIG") or None
+    layers: list[tuple[str, Mapping[str, object]]] = [
+        ("command line", flags),
+        ("environment", _from_environment()),
+        (f"file {file}", _from_file(Path(file)) if file else {}),
+    ]
+    values: dict[str, object] = {}
+    origins = dict.fromkeys(DaemonConfig.model_fields, "default")
+    for origin, layer in reversed(layers):
+        for key in layer:
+            if key not in DaemonConfig.model_fields:
+                raise _unknown(key, origin)
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
+    try:
+        return Loaded(DaemonConfig(**values), origins)  # type: ignore[arg-type]  # checked by pydantic
+    except ValidationError as error:
+        raise ConfigError("\n".join(_say(problem, origins) for problem in error.errors())) from None
+
+
+def check_machine(config: DaemonConfig, root: Path = Path("/"), reusable: int = 0) -> None:
+    """Refuse a configuration that this machine cannot serve (see `limits`).
+
+    Args:
+        root: where /proc and /sys are.
+        reusable: bytes that a dead owner's host pool holds already.
+
+    Raises:
+        ConfigError: names the value, the limit, and what to change.
+    """
+    limits.check_socket_paths(config.state_dir, (ATTACH_SOCKET, REQUEST_SOCKET))
+    room = limits.file_system_room(config.state_dir)
+    limits.check_sizes(config.hbm, config.host, limits.memory_limits(root), room, reusable)
+
+
+def exact_tokens(size: int, page_tokens: int) -> dict[str, int]:
+    """Exact tokens that `size` bytes hold, in bfloat16, for each of `REFERENCE_MODELS`; whole pages only."""
+    held = {}
+    for model, (layers, heads, head_dim) in REFERENCE_MODELS.items():
+        page = Geometry(layers, heads, head_dim, "bfloat16", page_tokens)
+        held[model] = size // page.page_bytes * page_tokens
+    return held
+
+
+def show_size(size: int, page_tokens: int) -> str:
+    """`8 GiB (8,589,934,592 bytes): 65,536 exact tokens of an 8B model in bfloat16 or 391,344 of SmolLM2-135M`."""
+    first, second = exact_tokens(size, page_tokens).items()
+    return (
+        f"{limits.show_bytes(size)} ({size:,} bytes): {first[1]:,} exact tokens of an {first[0]} in bfloat16 "
+        f"or {second[1]:,} of {second[0]}"
+    )
+
+
+def _choices(field: str) -> tuple[str, ...]:
+    """Names that `codec` and `policy` may have."""
+    return {"codec": ("k3v2", "kivi2"), "policy": ("memdecay",)}[field]
+
+
+def _from_environment() -> dict[str, object]:
+    known = {f"{PREFIX}{name}".upper() for name in DaemonConfig.model_fields}
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and variable not in known | OTHER_VARIABLES:
+            raise _unknown(variable.removeprefix(PREFIX).lower(), f"environment: {variable}")
+    return EnvSettingsSource(DaemonConfig)()
+
+
+def _from_file(file: Path) -> dict[str, object]:
+    if not file.is_file():
+        raise ConfigError(f"the configuration file {file} does not exist; check --config")
+    try:
+        return TomlConfigSettingsSource(DaemonConfig, file)()
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"the configuration file {file} cannot be read: {error}") from None
+
+
+def _unknown(key: str, origin: str) -> ConfigError:
+    names = list(DaemonConfig.model_fields)
+    return ConfigError(
+        f"there is no setting {key!r} ({origin}){_suggest(key, names)}; `tierkv config show` lists all"
+    )
+
+
+def _suggest(name: str, names: list[str] | tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _say(problem: object, origins: Mapping[str, str]) -> str:
+    """One pydantic problem as `name = value (origin) what is wrong`."""
+    assert isinstance(problem, dict)
+    key = str(problem["loc"][0])
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not message.startswith(("is ", "has ")):
+        message = message[0].lower() + message[1:]
+    return f"{'.'.join(map(str, problem['loc']))} = {problem['input']!r} ({origins[key]}): {message}"
