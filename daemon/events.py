@@ -201,4 +201,11 @@ class Answer(NamedTuple):
     result: Result
 
 
-Instruction = Quantize | Copy | FitCodec | SendPlan | Answer
+class Adopted(NamedTuple):
+    """The one answer to an `Attached` that hands sessions back: `(session, first, stop)` that no replica holds."""
+
+    client: str
+    lost: tuple[tuple[int, int, int], ...]
+
+
+Instruction = Quantize | Copy | FitCodec | SendPlan | Answer | Adopted
