@@ -1,1 +1,42 @@
+"""Low-bit forms of a page. `get("k3v2")` is a codec; kernels know it by its code.
 
+Importing this package imports neither torch nor bitsandbytes: the references that need them are imported when called.
+"""
+
+from __future__ import annotations
+
+from tierkv.errors import ConfigError
+from tierkv.quant.contract import Codec, NonFiniteValues
+from tierkv.quant.k3v2 import K3V2
+
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (K3V2(),)}
+
+NAMES: tuple[str, ...] = tuple(_CODECS)
+"""Every codec's name; the first is the default."""
+
+
+def get(name: str) -> Codec:
+    """The codec of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in _CODECS:
+        raise ConfigError(f"there is no codec {name!r}; the known ones are {', '.join(NAMES)}")
+    return _CODECS[name]
+
+
+def by_code(code: int) -> Codec:
+    """The codec whose pages kernels and tables mark with this number.
+
+    Raises:
+        ConfigError: there is none, for instance because a newer version wrote it.
+    """
+    for codec in _CODECS.values():
+        if codec.code == code:
+            return codec
+    known = ", ".join(f"{codec.code} ({codec.name})" for codec in _CODECS.values())
+    raise ConfigError(f"there is no codec with code {code}; the known ones are {known}")
+
+
+__all__ = ["NAMES", "Codec", "NonFiniteValues", "by_code", "get"]

@@ -1,0 +1,137 @@
+"""k3v2 attended in place: products with packed keys and values of one KV head. Format: `k3v2.py`.
+
+Queries and sums are `[G, head_dim]`, one row for each query head that shares the KV head. Fewer than 16 tokens (keys)
+or channels (values) of a tile row are first copied to a padded buffer, so that one vector path serves all shapes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.numba_setup import kernel
+from tierkv.quant.floats import load_float
+from tierkv.quant.k3v2_kernels import block_offset, scale_offset
+from tierkv.quant.lloyd import GAINS
+from tierkv.quant.rotation import apply_signs, hadamard_vector
+from tierkv.quant.tiles import (
+    LANES,
+    TERMS,
+    add_rows,
+    stack_bytes,
+    stack_floats,
+    unpack_levels_4,
+    unpack_levels_8,
+)
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+_ZERO = np.float32(0)
+
+
+@kernel(fastmath=True)
+def prepare_query(
+    query: Floats, layer: int, head: int, num_heads: int, state: Floats, out_q: Floats, out_bias: Floats
+) -> None:
+    """`out_q` gets the rotated rows, `out_bias` each row's product with the mean key (0 while there is no state)."""
+    groups, head_dim = query.shape
+    start = (layer * num_heads + head) * head_dim
+    for g in range(groups):
+        bias = _ZERO
+        if state.shape[0] > 0:
+            mean = state[start : start + head_dim]
+            for channel in range(head_dim):
+                bias += query[g, channel] * mean[channel]
+        out_bias[g] = bias
+        for channel in range(head_dim):
+            out_q[g, channel] = query[g, channel]
+        apply_signs(out_q[g])
+        hadamard_vector(out_q[g])
+
+
+@kernel(fastmath=True)
+def page_logits(
+    page: Bytes, layer: int, head: int, num_layers: int, num_heads: int, page_tokens: int, head_dim: int,
+    count: int, query: Floats, bias: Floats, out: Floats,
+) -> None:  # fmt: skip
+    """`out[:, :count]` = unscaled products of the prepared queries with the page's keys."""
+    block = block_offset(layer, 0, head, num_layers, num_heads, page_tokens, head_dim)
+    magnitudes = block + page_tokens
+    negatives = magnitudes + page_tokens * head_dim // 4
+    top = load_float(page, scale_offset(layer, 0, head, num_heads))
+    tile, sums, padded = stack_floats(128), stack_floats(256), stack_bytes(48)
+    groups = query.shape[0]
+    for first in range(0, count, LANES):
+        lanes = min(LANES, page_tokens - first)
+        sums[: groups * LANES] = _ZERO
+        for octet in range(head_dim // TERMS):
+            low = magnitudes + 2 * octet * page_tokens + first
+            signs = negatives + octet * page_tokens + first
+            if lanes == LANES:
+                unpack_levels_8(page, low, low + page_tokens, signs, tile)
+            else:
+                for lane in range(lanes):
+                    padded[lane] = page[low + lane]
+                    padded[LANES + lane] = page[low + page_tokens + lane]
+                    padded[2 * LANES + lane] = page[signs + lane]
+                unpack_levels_8(padded, 0, LANES, 2 * LANES, tile)
+            for g in range(groups):
+                add_rows(tile, 0, query, g * head_dim + TERMS * octet, sums, g * LANES)
+        for token in range(first, min(first + LANES, count)):
+            gain = top * GAINS[page[block + token]]
+            for g in range(groups):
+                out[g, token] = bias[g] + gain * sums[g * LANES + token - first]
+
+
+@kernel(fastmath=True)
+def page_values(
+    page: Bytes, layer: int, head: int, num_layers: int, num_heads: int, page_tokens: int, head_dim: int,
+    count: int, weights: Floats, acc: Floats,
+) -> None:  # fmt: skip
+    """`acc += weights[:, :count] @ values`, in rotated space."""
+    block = block_offset(layer, 1, head, num_layers, num_heads, page_tokens, head_dim)
+    codes = block + page_tokens
+    quarter = head_dim // 4
+    top = load_float(page, scale_offset(layer, 1, head, num_heads))
+    tile, factors, sums, padded = stack_floats(512), stack_floats(128), stack_floats(16), stack_bytes(16)
+    groups = acc.shape[0]
+    for token in range(0, count, TERMS):
+        terms = min(TERMS, count - token)
+        if terms < TERMS:
+            factors[:] = _ZERO
+            tile[:] = _ZERO
+        for term in range(terms):
+            gain = top * GAINS[page[block + token + term]]
+            for g in range(groups):
+                factors[g * TERMS + term] = weights[g, token + term] * gain
+        for byte in range(0, quarter, LANES):
+            start = codes + token * quarter + byte
+            lanes = min(LANES, quarter - byte)
+            for term in range(terms):
+                if lanes == LANES:
+                    unpack_levels_4(page, start + term * quarter, tile, term, TERMS)
+                else:
+                    for lane in range(lanes):
+                        padded[lane] = page[start + term * quarter + lane]
+                    unpack_levels_4(padded, 0, tile, term, TERMS)
+            for part in range(4):
+                channel = part * quarter + byte
+                for g in range(groups):
+                    if lanes == LANES:
+                        add_rows(tile, part * TERMS, factors, g * TERMS, acc, g * head_dim + channel)
+                    else:
+                        sums[:] = _ZERO
+                        add_rows(tile, part * TERMS, factors, g * TERMS, sums, 0)
+                        for lane in range(lanes):
+                            acc[g, channel + lane] += sums[lane]
+
+
+@kernel(fastmath=True)
+def finish_values(acc: Floats, out: Floats) -> None:
+    """`out` gets `acc` rotated back added; `acc` is used up."""
+    for g in range(acc.shape[0]):
+        hadamard_vector(acc[g])
+        apply_signs(acc[g])
+        for channel in range(acc.shape[1]):
+            out[g, channel] += acc[g, channel]
