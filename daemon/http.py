@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 CLIENT_SECONDS = 5.0
 """A client that sends or reads nothing for so long is dropped."""
 
+POLL_SECONDS = 0.05
+"""How soon `close` is noticed."""
+
 MAX_CLIENTS = 32
 """Requests served at once; more are answered 503."""
 
@@ -91,7 +94,9 @@ class HttpServer:
                 f"http_host = {host}, http_port = {port}: {error}; choose another --http-port (0: any free one)"
             ) from None
         self.host, self.port = host, int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="tierkv-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_SECONDS,), name="tierkv-http", daemon=True
+        )
         self._thread.start()
 
     @property
