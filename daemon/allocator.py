@@ -137,17 +137,19 @@ class PoolAllocator:
         """Free items in frames that are already subdivided for this class."""
         return sum(len(self._frames[size_class, frame]) for frame in self._partial.get(size_class, ()))
 
-    def allocate(self, size_class: SizeClass) -> int | None:
-        """Offset of a new item, None when there is no room."""
+    def allocate(self, size_class: SizeClass, avoid: int = -1) -> int | None:
+        """Offset of a new item, None when there is no room. Items of the frame at `avoid` are not used."""
         if size_class.items == 1:
-            return self.allocate_block(size_class.frame, size_class.frame, high=size_class.item != size_class.frame)
+            return self.allocate_block(
+                size_class.frame, size_class.frame, high=size_class.item != size_class.frame
+            )
         partial = self._partial.setdefault(size_class, {})
-        if not partial:
+        frame = next((frame for frame in partial if frame != avoid), None)
+        if frame is None:
             frame = self._extents.take(size_class.frame, size_class.frame, high=True)
             if frame is None:
                 return None
             self._subdivide(size_class, frame)
-        frame = next(iter(partial))
         free = self._frames[size_class, frame]
         offset = min(free)
         self._take_item(size_class, frame, offset)
@@ -192,6 +194,11 @@ class PoolAllocator:
         self._take_item(size_class, frame, offset)
         return True
 
+    def items_used(self, size_class: SizeClass, frame: int) -> int:
+        """Items in use in a subdivided frame; 0 when it is not subdivided for this class."""
+        free = self._frames.get((size_class, frame))
+        return 0 if free is None else size_class.items - len(free)
+
     def allocate_block(self, size: int, grid: int = ALIGNMENT, high: bool = True) -> int | None:
         """A plain block (codec state): `size` bytes at a multiple of `grid`."""
         offset = self._extents.take(size, grid, high)
@@ -219,7 +226,9 @@ class PoolAllocator:
         spans.sort()
         cursor = 0
         for start, stop in spans:
-            assert start == cursor, f"byte {cursor} of the pool is {'lost' if start > cursor else 'owned twice'}"
+            assert start == cursor, (
+                f"byte {cursor} of the pool is {'lost' if start > cursor else 'owned twice'}"
+            )
             cursor = stop
         assert cursor == self.size, f"the pool's last {self.size - cursor} bytes are lost"
         for (size_class, frame), free in self._frames.items():

@@ -34,7 +34,9 @@ class TokenState(Protocol):
     def observe(self, mass: NDArray[np.float32], step: float) -> None:
         """One observation. mass: `[tokens]`, averaged over heads and layers; NaN where a token was not attended."""
 
-    def page_scores(self, starts: NDArray[np.int64], counts: NDArray[np.int32], step: float) -> NDArray[np.float32]:
+    def page_scores(
+        self, starts: NDArray[np.int64], counts: NDArray[np.int32], step: float
+    ) -> NDArray[np.float32]:
         """Scores `[pages]` at decode step `step` of pages that hold tokens `[starts, starts + counts)`."""
 
     def __len__(self) -> int: ...

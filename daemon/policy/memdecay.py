@@ -45,9 +45,13 @@ HALF_LIFE: dict[Region, float] = {
 """Decode steps; Table II, 3B long. lambda_r = ln 2 / half-life (Eq. 7)."""
 
 
+THRESHOLDS = Thresholds(quantize_below=0.5, offload_below=0.1, drop_below=0.0, promote_above=0.9)
+"""On the score's scale of about 0 to 1.5. `drop_below` 0 means never."""
+
+
 @dataclass(frozen=True)
 class MemDecay:
-    """The paper's defaults. `thresholds` are on its score scale, about 0 to 1.5."""
+    """The paper's defaults."""
 
     name: ClassVar[str] = "memdecay"
     rho: float = 0.9
@@ -55,9 +59,7 @@ class MemDecay:
     tau_factor: float = 2.0
     base: Mapping[Region, float] = field(default_factory=lambda: BASE)
     half_life: Mapping[Region, float] = field(default_factory=lambda: HALF_LIFE)
-    thresholds: Thresholds = Thresholds(
-        quantize_below=0.5, offload_below=0.1, drop_below=0.0, promote_above=0.9
-    )
+    thresholds: Thresholds = THRESHOLDS
 
     def new_state(self) -> MemDecayState:
         base = np.array([self.base[r] for r in Region], np.float32)

@@ -1,0 +1,401 @@
+"""Moves: prepare pins the source and reserves the destination, complete publishes, fail undoes.
+
+A failed move keeps the source, is counted by reason and never raises. A page that must change its tier has a *goal*;
+`advance` starts whatever move is still missing and, when every replica that the goal needs exists, switches the page
+over: the table changes first, and the memory of the replica that it leaves retires.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from tierkv.daemon.allocator import SizeClass
+from tierkv.daemon.events import Copy, FitCodec, Quantize, RequestToken
+from tierkv.daemon.hostroom import HostRoom
+from tierkv.daemon.pages import Goal
+from tierkv.daemon.sessions import Model
+from tierkv.daemon.state import Pool, State
+from tierkv.table import NOWHERE, Kind
+
+RETRY_SECONDS = 0.25
+"""A page whose move failed is left alone for this long."""
+
+
+class Act(Enum):
+    """What a move does; the value is `(source, destination)` for counters."""
+
+    BACKUP = ("hbm", "host")
+    ENCODE = ("hbm", "quantized")
+    PACK = ("quantized", "host")  # a low-bit replica goes to host as it is
+    RELOCATE = ("quantized", "quantized")
+    PROMOTE = ("host", "hbm")
+    RECALL = ("host", "quantized")
+    COMPRESS = ("host", "host")  # an exact host replica becomes low-bit
+    FORK = ("hbm", "hbm")
+    FIT = ("hbm", "codec")
+
+
+class Move(NamedTuple):
+    number: int
+    act: Act
+    slot: int  # the page read; for FIT the first of them
+    pool: Pool  # of the destination
+    size_class: SizeClass
+    destination: int
+    others: tuple[int, ...] = ()  # FORK: the new page; FIT: the other pages read
+    request: RequestToken = 0
+
+
+class Moves:
+    """Starts moves, completes them, and carries pages to their goals."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.room = HostRoom(state)
+        self.room.drop = self.drop
+        self.flying: dict[int, Move] = {}
+        self._acts: dict[int, set[Act]] = {}  # slot -> what runs on it
+        self._reason: dict[int, str] = {}  # slot -> why it has a goal
+        self._next = 1
+        self._bandwidth_debt = 0.0
+        self._debt_at = 0.0
+
+    # What may start ------------------------------------------------------------------------------------------
+
+    def full(self) -> bool:
+        """No further move may start now: too many in flight, or the bandwidth budget is used up."""
+        config = self.state.config
+        if config.move_bandwidth:
+            elapsed, self._debt_at = self.state.now - self._debt_at, self.state.now
+            self._bandwidth_debt = max(0.0, self._bandwidth_debt - elapsed * config.move_bandwidth)
+            if self._bandwidth_debt > 0:
+                return True
+        return len(self.flying) >= config.max_moves_in_flight
+
+    def running(self, slot: int, act: Act) -> bool:
+        return act in self._acts.get(slot, ())
+
+    # Goals ---------------------------------------------------------------------------------------------------
+
+    def demote(self, slot: int, goal: Goal, reason: str) -> bool:
+        """Send a page towards low-bit or host. False when that cannot be done now; the page stays as it was."""
+        self.state.pages.goal[slot] = goal
+        self._reason[slot] = reason
+        return self.advance(slot)
+
+    promote = demote
+    """Towards an HBM replica (goals EXACT, LOWBIT): the same path, the other way."""
+
+    def advance(self, slot: int) -> bool:
+        """Start what the page's goal still misses, or switch it over."""
+        goal = Goal(int(self.state.pages.goal[slot]))
+        step = {
+            Goal.QUANTIZED: self._towards_quantized,
+            Goal.HOST: self._towards_host,
+            Goal.EXACT: self._towards_exact,
+            Goal.LOWBIT: self._towards_lowbit,
+            Goal.RELOCATE: self._relocate,
+        }.get(goal)
+        if step is None or step(slot):
+            return True
+        self._give_up(slot)
+        return False
+
+    def _give_up(self, slot: int) -> None:
+        self.state.pages.goal[slot] = Goal.NONE
+        self.state.pages.retry_at[slot] = self.state.now + RETRY_SECONDS
+        self._reason.pop(slot, None)
+
+    def _towards_quantized(self, slot: int) -> bool:
+        pages, config = self.state.pages, self.state.config
+        if pages.quant[slot] == NOWHERE and not self.running(slot, Act.ENCODE) and not self.encode(slot):
+            return False
+        if pages.host[slot] == NOWHERE and config.backup != "never" and not self.running(slot, Act.BACKUP):
+            self.backup(slot)  # no room for an exact copy: the low-bit form stands for it, flagged lossy
+        if pages.quant[slot] != NOWHERE and not self.running(slot, Act.BACKUP):
+            self._switch(slot, Kind.QUANTIZED)
+        return True
+
+    def _towards_host(self, slot: int) -> bool:
+        pages = self.state.pages
+        if pages.host[slot] != NOWHERE:
+            if not pages.moving[slot]:
+                self._switch(slot, Kind.NONE)
+            return True
+        if self.running(slot, Act.BACKUP) or self.running(slot, Act.PACK):
+            return True
+        return self.backup(slot) if pages.kind[slot] == Kind.EXACT else self._pack(slot)
+
+    def _towards_exact(self, slot: int) -> bool:
+        pages = self.state.pages
+        if pages.kind[slot] == Kind.EXACT:
+            pages.goal[slot] = Goal.NONE
+            return True
+        if self.running(slot, Act.PROMOTE):
+            return True
+        if pages.host_kind[slot] != Kind.EXACT:
+            return False
+        model = self.state.model_of(slot)
+        return self._copy(slot, Act.PROMOTE, "host", int(pages.host[slot]), "hbm", model.exact)
+
+    def _towards_lowbit(self, slot: int) -> bool:
+        pages, model = self.state.pages, self.state.model_of(slot)
+        if self.running(slot, Act.RECALL):
+            return True
+        if pages.kind[slot] != Kind.NONE or pages.host[slot] == NOWHERE:
+            return False
+        source = int(pages.host[slot])
+        if pages.host_kind[slot] == Kind.QUANTIZED:
+            return self._copy(slot, Act.RECALL, "host", source, "hbm", model.quant)
+        return self._quantize(slot, Act.RECALL, "host", source, "hbm")
+
+    def _relocate(self, slot: int) -> bool:
+        if self.running(slot, Act.RELOCATE):
+            return True
+        pages, model = self.state.pages, self.state.model_of(slot)
+        source = int(pages.quant[slot])
+        avoid = source // model.quant.frame * model.quant.frame
+        return self._copy(slot, Act.RELOCATE, "hbm", source, "hbm", model.quant, avoid=avoid)
+
+    def _switch(self, slot: int, kind: Kind) -> None:
+        """Attention reads another replica from the next version on; the ones above it retire."""
+        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
+        before = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[
+            Kind(int(pages.kind[slot]))
+        ]
+        pages.kind[slot] = kind
+        if kind != Kind.EXACT and pages.exact[slot] != NOWHERE:
+            state.retire("hbm", model.exact, int(pages.exact[slot]), slot)
+            pages.exact[slot] = NOWHERE
+            pages.lossy[slot] = pages.host_kind[slot] != Kind.EXACT
+        if kind != Kind.QUANTIZED and pages.quant[slot] != NOWHERE:
+            state.retire("hbm", model.quant, int(pages.quant[slot]), slot)
+            pages.quant[slot] = NOWHERE
+        after = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[kind]
+        pages.goal[slot] = Goal.NONE
+        pages.moved_step[slot] = self._step_of(slot)
+        state.counters.moved_pages[before, after, self._reason.pop(slot, "pressure")] += 1
+        state.counters.recalled_pages += before == "host"
+        state.touch(slot)
+
+    def drop(self, slot: int, reason: str) -> None:
+        """The page goes for good: no replica is left. Its tokens stay in the table, unattended."""
+        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
+        if pages.exact[slot] != NOWHERE:
+            state.retire("hbm", model.exact, int(pages.exact[slot]), slot)
+        if pages.quant[slot] != NOWHERE:
+            state.retire("hbm", model.quant, int(pages.quant[slot]), slot)
+        if pages.host[slot] != NOWHERE:
+            state.retire("host", state.host_class(slot), int(pages.host[slot]), slot)
+        pages.exact[slot] = pages.quant[slot] = pages.host[slot] = NOWHERE
+        pages.kind[slot] = pages.host_kind[slot] = Kind.NONE
+        pages.goal[slot] = Goal.NONE
+        state.counters.dropped_pages[state.region_label(slot), reason] += 1
+        state.touch(slot)
+
+    def _step_of(self, slot: int) -> float:
+        session = self.state.sessions.get(int(self.state.pages.owner[slot]))
+        return float(session.step) if session else 0.0
+
+    # Prepare -------------------------------------------------------------------------------------------------
+
+    def backup(self, slot: int) -> bool:
+        """Copy the exact replica to host. False when host has no room."""
+        pages, model = self.state.pages, self.state.model_of(slot)
+        if pages.exact[slot] == NOWHERE or pages.host[slot] != NOWHERE or self.running(slot, Act.BACKUP):
+            return False
+        return self._copy(slot, Act.BACKUP, "hbm", int(pages.exact[slot]), "host", model.exact)
+
+    def encode(self, slot: int) -> bool:
+        """Make the low-bit replica in HBM. False when there is no room for it."""
+        pages = self.state.pages
+        if pages.refused[slot] or not self.state.model_of(slot).ready:
+            return False
+        return self._quantize(slot, Act.ENCODE, "hbm", int(pages.exact[slot]), "hbm")
+
+    def compress(self, slot: int) -> bool:
+        """Replace a cold page's exact host replica by its low-bit form (flagged lossy)."""
+        pages = self.state.pages
+        if not self.state.model_of(slot).ready or pages.refused[slot]:
+            return False
+        return self._quantize(slot, Act.COMPRESS, "host", int(pages.host[slot]), "host")
+
+    def _pack(self, slot: int) -> bool:
+        model = self.state.model_of(slot)
+        return self._copy(slot, Act.PACK, "hbm", int(self.state.pages.quant[slot]), "host", model.quant)
+
+    def fork(self, slot: int, child: int, request: RequestToken) -> bool:
+        """Copy the open page for a forked session; `child` is the new page's slot (its exact frame is reserved)."""
+        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
+        move = self._launch(
+            slot, Act.FORK, "hbm", model.exact, int(pages.exact[child]), others=(child,), request=request
+        )
+        source, size, key = int(pages.exact[slot]), model.geometry.page_bytes, int(pages.id[child])
+        state.out.append(Copy(move.number, "hbm", source, 0, "hbm", move.destination, size, key))
+        return True
+
+    def fit(self, model: Model, slots: list[int]) -> None:
+        """Fit the model's codec state from exact pages."""
+        state, pages = self.state, self.state.pages
+        model.fitting = True
+        size = SizeClass(model.state_bytes, model.state_bytes)
+        move = self._launch(slots[0], Act.FIT, "hbm", size, model.state_offset, others=tuple(slots[1:]))
+        offsets = tuple(int(pages.exact[slot]) for slot in slots)
+        counts = tuple(int(pages.count[slot]) for slot in slots)
+        state.out.append(FitCodec(move.number, model.geometry, offsets, counts, model.state_offset))
+
+    def _copy(
+        self, slot: int, act: Act, src_pool: Pool, src: int, dst_pool: Pool, size_class: SizeClass,
+        avoid: int = NOWHERE,
+    ) -> bool:  # fmt: skip
+        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
+        destination = self._reserve(dst_pool, size_class, slot, avoid)
+        if destination is None:
+            return False
+        size = (
+            model.geometry.page_bytes if size_class == model.exact else state.codec.page_bytes(model.geometry)
+        )
+        move = self._launch(slot, act, dst_pool, size_class, destination)
+        checksum = int(pages.checksum[slot]) if src_pool == "host" else 0
+        key = int(pages.id[slot])
+        state.out.append(Copy(move.number, src_pool, src, checksum, dst_pool, destination, size, key))
+        self._charge(size)
+        return True
+
+    def _quantize(self, slot: int, act: Act, src_pool: Pool, src: int, dst_pool: Pool) -> bool:
+        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
+        if not model.ready:
+            return False
+        destination = self._reserve(dst_pool, model.quant, slot)
+        if destination is None:
+            return False
+        move = self._launch(slot, act, dst_pool, model.quant, destination)
+        checksum = int(pages.checksum[slot]) if src_pool == "host" else 0
+        count, key = int(pages.count[slot]), int(pages.id[slot])
+        where = (src_pool, src, checksum, dst_pool, destination)
+        state.out.append(Quantize(move.number, model.geometry, model.state, count, *where, key))
+        self._charge(model.geometry.page_bytes)
+        return True
+
+    def _reserve(self, pool: Pool, size_class: SizeClass, slot: int, avoid: int = NOWHERE) -> int | None:
+        if pool == "host":
+            return self.room.allocate(size_class, slot, self.compress)
+        return self.state.hbm.allocate(size_class, avoid)
+
+    def _launch(
+        self, slot: int, act: Act, pool: Pool, size_class: SizeClass, destination: int,
+        others: tuple[int, ...] = (), request: RequestToken = 0,
+    ) -> Move:  # fmt: skip
+        move = Move(self._next, act, slot, pool, size_class, destination, others, request)
+        self._next += 1
+        self.flying[move.number] = move
+        for read in (slot, *others):
+            self.state.pages.moving[read] += 1
+        self._acts.setdefault(slot, set()).add(act)
+        return move
+
+    def _charge(self, size: int) -> None:
+        self._bandwidth_debt += size
+
+    # Complete and fail -----------------------------------------------------------------------------------------
+
+    def _land(self, number: int) -> Move | None:
+        move = self.flying.pop(number, None)
+        if move is None:
+            return None  # a move of an earlier life, or told twice
+        acts = self._acts[move.slot]
+        acts.discard(move.act)
+        if not acts:
+            del self._acts[move.slot]
+        for slot in (move.slot, *move.others):
+            self.state.pages.moving[slot] -= 1
+        return move
+
+    def _bury(self, move: Move) -> None:
+        """Free pages that were released while this move ran."""
+        for slot in (move.slot, *move.others):
+            if self.state.pages.doomed[slot] and not self.state.pages.moving[slot]:
+                model = self.state.model_of(slot)
+                self.state.discard(slot)
+                self.state.forget_model(model)
+
+    def complete(self, number: int, checksum: int) -> Move | None:
+        """Publish a finished move. Returns it, None if it is not known."""
+        move = self._land(number)
+        if move is None:
+            return None
+        pages, slot = self.state.pages, move.slot
+        size = move.size_class.item
+        self.state.counters.moved_bytes[move.act.value] += size
+        if move.act is Act.FIT:
+            self._publish_state(move)
+        elif pages.doomed[slot]:
+            if move.act is not Act.FORK:
+                self.state.pool(move.pool).release(move.size_class, move.destination)
+        elif move.act in (Act.BACKUP, Act.PACK):
+            pages.host[slot], pages.checksum[slot] = move.destination, checksum
+            pages.host_kind[slot] = Kind.EXACT if move.act is Act.BACKUP else Kind.QUANTIZED
+            self.state.touch(slot, quiet=True)
+        elif move.act is Act.ENCODE:
+            pages.quant[slot] = move.destination
+        elif move.act is Act.PROMOTE:
+            pages.exact[slot] = move.destination
+            self._switch(slot, Kind.EXACT)
+        elif move.act is Act.RECALL:
+            pages.quant[slot] = move.destination
+            self._switch(slot, Kind.QUANTIZED)
+        elif move.act is Act.RELOCATE:
+            self.state.retire("hbm", move.size_class, int(pages.quant[slot]), slot)
+            pages.quant[slot], pages.goal[slot] = move.destination, Goal.NONE
+            self._reason.pop(slot, None)
+            self.state.touch(slot)
+        elif move.act is Act.COMPRESS:
+            self.state.retire("host", self.state.host_class(slot), int(pages.host[slot]), slot)
+            pages.host[slot], pages.checksum[slot] = move.destination, checksum
+            pages.host_kind[slot], pages.lossy[slot] = Kind.QUANTIZED, True
+            self.state.touch(slot)
+        if pages.goal[slot] and not pages.doomed[slot]:
+            self.advance(slot)
+        self._bury(move)
+        return move
+
+    def _publish_state(self, move: Move) -> None:
+        model = self.state.model_of(move.slot)
+        model.fitting, model.state = False, move.destination
+        self.state.dirty |= model.sessions
+        self.state.forget_model(model)
+
+    def fail(self, number: int, reason: str) -> Move | None:
+        """Undo a failed move: the source stays what it was."""
+        move = self._land(number)
+        if move is None:
+            return None
+        state, pages, slot = self.state, self.state.pages, move.slot
+        state.counters.failed_moves[(*move.act.value, reason)] += 1
+        if move.act is Act.FIT:
+            model = state.model_of(slot)
+            model.fitting = False
+            state.forget_model(model)
+        elif move.act is not Act.FORK:
+            state.pool(move.pool).release(move.size_class, move.destination)
+        if not pages.doomed[slot] and move.act not in (Act.FIT, Act.FORK):
+            if reason == "non-finite":
+                pages.refused[slot] = True
+            if reason == "checksum":
+                self._lose_host_replica(slot)
+            if pages.goal[slot]:
+                self._give_up(slot)
+        self._bury(move)
+        return move
+
+    def _lose_host_replica(self, slot: int) -> None:
+        """A host replica that does not match its checksum is never used: without another one the page is lost."""
+        state, pages = self.state, self.state.pages
+        state.counters.checksum_failures += 1
+        state.retire("host", state.host_class(slot), int(pages.host[slot]), slot)
+        pages.host[slot], pages.host_kind[slot] = NOWHERE, Kind.NONE
+        if pages.kind[slot] == Kind.NONE:
+            state.counters.lost_pages += 1
+            state.counters.dropped_pages[state.region_label(slot), "checksum"] += 1
+        state.touch(slot)

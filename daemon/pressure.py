@@ -1,0 +1,401 @@
+"""Who gives way when HBM is wanted, and who comes back when it is not.
+
+Every page has a score (the policy's) and a guard (how far it may go). Two drivers ask for room: the pool's low
+watermark or a reservation that did not fit, and a session's own budget. Room is made in this order, lowest score
+first within each:
+
+1. exact pages become low-bit: five sixths of a frame for almost no loss, so this comes before any page leaves HBM;
+2. where no low-bit slot is left, the coldest page of either kind goes to host;
+3. where no exact page may give way, the low-bit frame with the lowest scores is emptied: its free pages go to host,
+   its guarded ones change slots;
+4. as a last resort, pages of the recent window become low-bit too.
+
+The order differs from "the lowest-scored page gives up its fastest replica" in one point, on purpose: a page is not
+sent to host while a higher-scored one is still exact (docs/decisions/0003).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.daemon.moves import Moves
+from tierkv.daemon.pages import Goal, Guard, Ladder
+from tierkv.daemon.sessions import Model, Session
+from tierkv.daemon.state import State
+from tierkv.table import NOWHERE, Kind
+
+Slots = NDArray[np.int64]
+
+FIT_PAGES = 64
+"""Pages that a codec state is fitted from at most: 1,024 tokens."""
+
+FIT_EAGERLY_AT = 8
+"""Sealed exact pages of a model from which its codec state is fitted without being asked."""
+
+DEMAND_SECONDS = 1.0
+"""How long a reservation that did not fit keeps asking for room on its own."""
+
+RESCORE_SECONDS = 1.0
+"""Scores of a paused session are recomputed this often."""
+
+
+class Pressure:
+    def __init__(self, state: State, moves: Moves) -> None:
+        self._state = state
+        self._moves = moves
+        self._demands: dict[int, tuple[Model, int, float]] = {}  # session -> model, bytes, until
+        self._emptying: dict[int, Model] = {}  # low-bit frame -> model
+
+    # Asking for room -----------------------------------------------------------------------------------------
+
+    def ask(self, session: Session, size: int) -> None:
+        """A reservation of `size` bytes did not fit."""
+        self._demands[session.id] = (session.model, size, self._state.now + DEMAND_SECONDS)
+
+    def satisfied(self, session: int) -> None:
+        self._demands.pop(session, None)
+
+    def relieve(self) -> bool:
+        """Start what makes the room that is missing. True while anything is on its way."""
+        state = self._state
+        self._demands = {s: d for s, d in self._demands.items() if d[2] > state.now and s in state.sessions}
+        missing = self._missing()
+        over = [s for s in state.sessions.values() if s.options.hbm_budget and self._over_budget(s) > 0]
+        if missing > 0 or over or state.config.demotion == "eager":
+            self.rescore()
+        for session in over:
+            self._shrink_session(session, self._over_budget(session))
+        if state.config.demotion == "eager":
+            self._apply_thresholds()
+        if missing > 0:
+            self._shrink_pool(missing)
+        return bool(self._moves.flying or state.retirements)
+
+    def _missing(self) -> int:
+        """Bytes of whole frames that are wanted and not yet on their way."""
+        state = self._state
+        coming = state.retiring_frames + self._leaving_bytes()
+        free, size = state.hbm.free_bytes, state.hbm.size
+        low, high = state.config.low_watermark * size, state.config.high_watermark * size
+        missing = int(high) - free - coming if free + coming < low else 0
+        for model, wanted, _ in self._demands.values():
+            frame = model.exact.frame
+            missing = max(missing, wanted + frame - state.hbm.free_frames(frame) * frame - coming)
+        return missing
+
+    def _leaving_bytes(self) -> int:
+        """Frames that pages with a goal, and frames being emptied, will give back."""
+        state, pages = self._state, self._state.pages
+        leaving = np.flatnonzero(
+            pages.live
+            & (pages.kind == Kind.EXACT)
+            & ((pages.goal == Goal.QUANTIZED) | (pages.goal == Goal.HOST))
+        )
+        total = sum(state.model_of(slot).exact.frame for slot in leaving.tolist())
+        done = [f for f, model in self._emptying.items() if not state.hbm.items_used(model.quant, f)]
+        for frame in done:
+            del self._emptying[frame]
+        return total + sum(model.exact.frame for model in self._emptying.values())
+
+    def budget_room(self, session: Session) -> int:
+        """Bytes that the session may still reserve under its own budget (a large number without one)."""
+        budget = session.options.hbm_budget
+        if not budget:
+            return 1 << 62
+        spare = session.model.quant.item if session.ladder is Ladder.TIERED else 0  # for one page in transit
+        return budget - spare - self._state.hbm_bytes_of(session)
+
+    def _over_budget(self, session: Session) -> int:
+        """Bytes the session must give back, beyond what is already on its way."""
+        wanted = self._demands[session.id][1] if session.id in self._demands else 0
+        slots, pages = session.pages.view, self._state.pages
+        going = (pages.goal[slots] == Goal.QUANTIZED) & (pages.kind[slots] == Kind.EXACT)
+        saved = session.model.exact.item - session.model.quant.item
+        gone = (pages.goal[slots] == Goal.HOST) & (pages.kind[slots] == Kind.QUANTIZED)
+        coming = (
+            int(going.sum()) * saved + int(gone.sum()) * session.model.quant.item + session.retiring_bytes
+        )
+        return wanted - self.budget_room(session) - coming
+
+    # Making room ---------------------------------------------------------------------------------------------
+
+    def _shrink_pool(self, missing: int) -> None:
+        everything = self._state.pages.slots()
+        missing = self._quantize_or_drop(everything, missing, Guard.ATTENDABLE)
+        if missing > 0 and not self._moves.full() and not self._coldest_out(everything, missing):
+            emptied = self._empty_frames(missing)
+            if not emptied and not self._moves.flying and not self._state.retirements:
+                self._quantize_or_drop(everything, missing, Guard.RECENT)
+
+    def _quantize_or_drop(self, among: Slots, missing: int, guard: Guard) -> int:
+        """Lowest-scored exact pages give up their frame. Returns the bytes still missing."""
+        state, pages, moves = self._state, self._state.pages, self._moves
+        ready = self._idle(among)
+        ready = ready[pages.kind[ready] == Kind.EXACT]
+        tiered = (
+            (pages.ladder[ready] == Ladder.TIERED) & (pages.guard[ready] <= guard) & ~pages.refused[ready]
+        )
+        droppable = (pages.ladder[ready] == Ladder.DROP) & (pages.guard[ready] == Guard.NONE)
+        for slot in self._coldest_first(ready[tiered | droppable]):
+            if missing <= 0 or moves.full():
+                break
+            model = state.model_of(slot)
+            if pages.ladder[slot] == Ladder.DROP:
+                moves.drop(slot, "budget")
+                missing -= model.exact.frame
+            elif not model.ready:
+                self._fit(model)
+            else:
+                free = state.hbm.free_bytes
+                if not moves.demote(slot, Goal.QUANTIZED, "pressure"):
+                    break  # no slot for the low-bit form
+                missing -= model.exact.frame - max(0, free - state.hbm.free_bytes)
+        return missing
+
+    def _coldest_out(self, among: Slots, missing: int) -> bool:
+        """No low-bit slot is left while exact pages want one: the coldest pages go to host. True if any does."""
+        state, pages, moves = self._state, self._state.pages, self._moves
+        ready = self._idle(among)
+        ready = ready[(pages.ladder[ready] == Ladder.TIERED) & (pages.kind[ready] != Kind.NONE)]
+        waiting = ready[(pages.kind[ready] == Kind.EXACT) & (pages.guard[ready] <= Guard.ATTENDABLE)]
+        if not len(waiting):
+            return False
+        started = False
+        for slot in self._coldest_first(ready[pages.guard[ready] == Guard.NONE]):
+            if missing <= 0 or moves.full():
+                break
+            if moves.demote(slot, Goal.HOST, "pressure"):
+                missing -= state.model_of(slot).exact.frame  # its frame, or a slot that frees one
+                started = True
+        return started
+
+    def _empty_frames(self, missing: int) -> bool:
+        """Empty the low-bit frames with the lowest scores. True if any is being emptied."""
+        state, pages, moves = self._state, self._state.pages, self._moves
+        low = np.flatnonzero(pages.live & (pages.quant != NOWHERE) & ~pages.doomed)
+        by_key: dict[tuple[int, int], list[int]] = {}
+        for slot in low.tolist():
+            frame = (
+                int(pages.quant[slot]) // state.model_of(slot).quant.frame * state.model_of(slot).quant.frame
+            )
+            by_key.setdefault((int(pages.model[slot]), frame), []).append(slot)
+        ranked = sorted(by_key.items(), key=lambda entry: float(np.mean(pages.score[entry[1]])))
+        started = False
+        for (index, frame), slots in ranked:
+            model = state.models_by_index[index]
+            if missing <= 0 or moves.full():
+                break
+            if frame in self._emptying or len(slots) < state.hbm.items_used(model.quant, frame):
+                continue  # already going, or part of it is still written or retiring
+            if any(pages.goal[s] or pages.moving[s] or pages.retry_at[s] > state.now for s in slots):
+                continue
+            stay = [s for s in slots if not self._may_leave(s)]
+            if len(stay) == len(slots) or any(pages.kind[s] != Kind.QUANTIZED for s in stay):
+                continue
+            spare = state.hbm.free_items(model.quant) - (model.quant.items - len(slots))
+            if len(stay) > spare:
+                continue
+            going = [moves.demote(s, Goal.RELOCATE if s in stay else Goal.HOST, "pressure") for s in slots]
+            if all(going):
+                self._emptying[frame] = model
+                missing -= model.exact.frame
+            started = started or any(going)
+        return started
+
+    def _may_leave(self, slot: int) -> bool:
+        pages = self._state.pages
+        return bool(pages.guard[slot] == Guard.NONE and pages.ladder[slot] == Ladder.TIERED)
+
+    def _shrink_session(self, session: Session, missing: int) -> None:
+        """The session's own budget: exact pages become low-bit, then low-bit ones leave, coldest first."""
+        pages, moves, model = self._state.pages, self._moves, session.model
+        own = session.pages.view.copy()
+        saved = model.exact.item - (model.quant.item if session.ladder is Ladder.TIERED else 0)
+        for guard in (Guard.ATTENDABLE, Guard.RECENT):
+            frames = -(-missing // saved) * model.exact.frame
+            left = self._quantize_or_drop(own, frames, guard) // model.exact.frame * saved
+            if left <= 0:
+                return
+            ready = self._idle(own)
+            low = ready[(pages.kind[ready] == Kind.QUANTIZED) & (pages.guard[ready] == Guard.NONE)]
+            for slot in self._coldest_first(low):
+                if left <= 0 or moves.full():
+                    break
+                if moves.demote(slot, Goal.HOST, "budget"):
+                    left -= model.quant.item
+            if left <= 0 or moves.flying or self._state.retirements:
+                return
+            missing = left
+
+    # Coming back, and getting ready ------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Time passed: fit codecs, make low-bit replicas ahead of need, bring hot and pinned pages back."""
+        state, moves = self._state, self._moves
+        for model in list(state.models.values()):
+            if not model.ready and not model.fitting:
+                self._fit(model, at_least=FIT_EAGERLY_AT)
+        spare = state.hbm.free_bytes - state.config.high_watermark * state.hbm.size
+        if moves.full() or self._demands:
+            return
+        self.rescore()
+        spare = self._restore_pinned(int(spare))
+        spare = self._promote_hot(spare)
+        if state.config.demotion == "pressure":
+            self._prepare(spare)
+
+    def _restore_pinned(self, spare: int) -> int:
+        """Pinned pages stay attendable: bring back those that are not."""
+        pages = self._state.pages
+        ready = self._idle(self._state.pages.slots())
+        cold = ready[(pages.pin[ready] > Guard.NONE) & (pages.kind[ready] == Kind.NONE)]
+        for slot in cold[pages.host[cold] != NOWHERE].tolist():
+            if self._moves.full():
+                break
+            if self._moves.promote(slot, Goal.LOWBIT, "pin"):
+                spare -= self._state.model_of(slot).quant.item
+        exact = ready[(pages.pin[ready] == Guard.EXACT) & (pages.kind[ready] == Kind.QUANTIZED)]
+        return self._promote_exact(exact[pages.host_kind[exact] == Kind.EXACT], spare, "pin")
+
+    def _promote_hot(self, spare: int) -> int:
+        state, pages = self._state, self._state.pages
+        ready = self._idle(pages.slots())
+        hot = ready[
+            (pages.kind[ready] == Kind.QUANTIZED)
+            & (pages.host_kind[ready] == Kind.EXACT)
+            & (pages.score[ready] >= state.thresholds.promote_above)
+        ]
+        resident = [s for s in hot.tolist() if self._residency(s) >= state.config.min_residency_steps]
+        return self._promote_exact(np.array(resident, np.int64), spare, "hot")
+
+    def _promote_exact(self, slots: Slots, spare: int, reason: str) -> int:
+        for slot in reversed(self._coldest_first(slots)):
+            frame = self._state.model_of(slot).exact.frame
+            if spare < frame or self._moves.full():
+                break
+            if self._moves.promote(slot, Goal.EXACT, reason):
+                spare -= frame
+        return spare
+
+    def _residency(self, slot: int) -> float:
+        session = self._state.sessions.get(int(self._state.pages.owner[slot]))
+        return session.step - float(self._state.pages.moved_step[slot]) if session else 0.0
+
+    def _prepare(self, spare: int) -> None:
+        """Low-bit replicas of pages below `quantize_below`, while there is plenty of room: demotion is then instant."""
+        state, pages = self._state, self._state.pages
+        ready = self._idle(pages.slots())
+        soon = ready[
+            (pages.kind[ready] == Kind.EXACT)
+            & (pages.quant[ready] == NOWHERE)
+            & (pages.ladder[ready] == Ladder.TIERED)
+            & (pages.guard[ready] <= Guard.ATTENDABLE)
+            & (pages.score[ready] < state.thresholds.quantize_below)
+            & (pages.moving[ready] == 0)
+            & ~pages.refused[ready]
+        ]
+        for slot in self._coldest_first(soon):
+            spare -= state.model_of(slot).quant.item
+            if spare < state.model_of(slot).exact.frame or self._moves.full() or not self._moves.encode(slot):
+                break
+
+    def _apply_thresholds(self) -> None:
+        """`demotion = "eager"`: below a threshold the faster replica goes at once (what the paper describes)."""
+        state, pages, moves = self._state, self._state.pages, self._moves
+        ready = self._idle(pages.slots())
+        ready = ready[pages.ladder[ready] == Ladder.TIERED]
+        exact = ready[
+            (pages.kind[ready] == Kind.EXACT)
+            & (pages.guard[ready] <= Guard.ATTENDABLE)
+            & (pages.score[ready] < state.thresholds.quantize_below)
+            & ~pages.refused[ready]
+        ]
+        low = ready[
+            (pages.kind[ready] == Kind.QUANTIZED)
+            & (pages.guard[ready] == Guard.NONE)
+            & (pages.score[ready] < state.thresholds.offload_below)
+        ]
+        for slots, goal in ((exact, Goal.QUANTIZED), (low, Goal.HOST)):
+            for slot in self._coldest_first(slots):
+                model = state.model_of(slot)
+                if goal is Goal.QUANTIZED and not model.ready:
+                    self._fit(model)
+                elif moves.full() or not moves.demote(slot, goal, "threshold"):
+                    break
+
+    def _fit(self, model: Model, at_least: int = 1) -> None:
+        """Start fitting a model's codec state from its exact pages; sinks are left out where others exist."""
+        pages = self._state.pages
+        if model.fitting or model.state_offset == NOWHERE:
+            return
+        exact = np.flatnonzero(
+            pages.live
+            & pages.sealed
+            & ~pages.doomed
+            & (pages.model == model.index)
+            & (pages.exact != NOWHERE)
+        )
+        if len(exact) < at_least:
+            return
+        plain = exact[pages.guard[exact] < Guard.EXACT]
+        chosen = (plain if len(plain) else exact)[:FIT_PAGES]
+        if len(chosen):
+            self._moves.fit(model, chosen.tolist())
+
+    # Scores --------------------------------------------------------------------------------------------------
+
+    def rescore(self) -> None:
+        """Refresh scores and guards of sessions that changed, and of the sessions that share pages with them."""
+        state = self._state
+        done: set[int] = set()
+        for session in state.sessions.values():
+            old = state.now - session.active_at > RESCORE_SECONDS
+            if session.id in done or not (session.stale or old):
+                continue
+            family = [state.sessions[s] for s in sorted(session.family)]
+            self._score_family(family)
+            done |= session.family
+
+    def _score_family(self, family: list[Session]) -> None:
+        pages = self._state.pages
+        for session in family:
+            slots = session.pages.view
+            pages.score[slots], pages.guard[slots] = -np.inf, Guard.NONE
+        for session in family:
+            slots = session.pages.view
+            if not len(slots):
+                continue
+            counts = session.counts.view.astype(np.int32)
+            scores = session.tokens.page_scores(session.starts.view, counts, session.clock(self._state.now))
+            session.scores, session.stale = scores, False
+            pages.score[slots] = np.maximum(pages.score[slots], scores)
+            pages.guard[slots] = np.maximum(pages.guard[slots], self._guards(session))
+
+    def _guards(self, session: Session) -> NDArray[np.int8]:
+        config, pages = self._state.config, self._state.pages
+        slots, starts = session.pages.view, session.starts.view
+        guards = pages.pin[slots].copy()
+        if self._state.clients[session.client].quarantined:
+            guards[:] = Guard.EXACT
+        elif session.ladder is Ladder.TIERED:
+            ends = starts + session.counts.view
+            recent = ends > session.length - config.recent_tokens
+            guards[recent] = np.maximum(guards[recent], Guard.RECENT)
+            guards[starts < config.sink_tokens] = Guard.EXACT
+        return guards
+
+    # Choosing ------------------------------------------------------------------------------------------------
+
+    def _idle(self, among: Slots) -> Slots:
+        """Sealed pages without a goal that may be chosen now."""
+        pages = self._state.pages
+        free = (
+            pages.live[among] & pages.sealed[among] & ~pages.doomed[among] & (pages.goal[among] == Goal.NONE)
+        )
+        return among[free & (pages.retry_at[among] <= self._state.now)]
+
+    def _coldest_first(self, slots: Slots) -> list[int]:
+        order = np.argsort(self._state.pages.score[slots], kind="stable")
+        ordered: list[int] = slots[order].tolist()
+        return ordered

@@ -1,0 +1,137 @@
+"""Sessions, their page tables and the models whose pages they hold: data, and the few verbs that keep it coherent."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.daemon.allocator import SizeClass
+from tierkv.daemon.pages import Guard, Ladder
+from tierkv.daemon.policy import TokenState
+from tierkv.geometry import Geometry
+from tierkv.protocol import SessionOptions
+from tierkv.regions import Region
+from tierkv.table import NOWHERE
+
+IDLE_SECONDS = 1.0
+"""A session that has not stepped for this long is paused; its clock then runs by the wall."""
+
+RATE_SMOOTHING = 0.2
+"""Weight of the newest interval in a session's usual step rate."""
+
+
+@dataclass
+class Model:
+    """One (model, geometry, codec): what its pages measure, and the codec's state in HBM."""
+
+    key: str
+    index: int
+    model_id: str
+    geometry: Geometry
+    exact: SizeClass
+    quant: SizeClass
+    state_bytes: int
+    state_offset: int = NOWHERE  # reserved block
+    state: int = NOWHERE  # the same once fitted: what plans name
+    fitting: bool = False
+    sessions: set[int] = field(default_factory=set)
+
+    @property
+    def ready(self) -> bool:
+        """Pages of this model can be encoded."""
+        return self.state_bytes == 0 or self.state != NOWHERE
+
+
+@dataclass
+class Client:
+    name: str
+    sessions: set[int] = field(default_factory=set)
+    quarantined: bool = False
+
+
+class Column:
+    """A growable int array: append at the end, cut at the end, read as a view."""
+
+    def __init__(self) -> None:
+        self._data = np.zeros(16, np.int64)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, value: int) -> None:
+        if self._length == len(self._data):
+            self._data = np.concatenate([self._data, np.zeros_like(self._data)])
+        self._data[self._length] = value
+        self._length += 1
+
+    def cut(self, length: int) -> None:
+        self._length = length
+
+    def set_last(self, value: int) -> None:
+        self._data[self._length - 1] = value
+
+    @property
+    def view(self) -> NDArray[np.int64]:
+        return self._data[: self._length]
+
+    def copy(self) -> Column:
+        twin = Column()
+        twin._data = self.view.copy() if self._length else np.zeros(16, np.int64)
+        twin._length = self._length
+        return twin
+
+
+@dataclass
+class Session:
+    """One sequence of one worker. `pages`, `starts` and `counts` are the committed table, in token order."""
+
+    id: int
+    client: str
+    model: Model
+    options: SessionOptions
+    ladder: Ladder
+    region_pins: dict[Region, Guard]
+    tokens: TokenState
+    family: set[int]
+    pages: Column = field(default_factory=Column)  # slots in the page store
+    starts: Column = field(default_factory=Column)
+    counts: Column = field(default_factory=Column)  # tokens of the page that this session reads
+    tail_open: bool = False
+    blanks: deque[int] = field(default_factory=deque)
+    length: int = 0
+    step: int = 0
+    version: int = 0
+    acked: int = 0
+    changed: set[int] = field(default_factory=set)  # slots whose replicas the worker does not know yet
+    retiring: deque[tuple[int, int]] = field(default_factory=deque)  # (version, retirement)
+    retiring_bytes: int = 0  # HBM only
+    scores: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    stale: bool = True  # scores are older than the tokens, step or observations
+    observed: tuple[int, int] = (-1, -1)  # (step, tokens) of the last observation
+    active_at: float = 0.0
+    step_rate: float = 0.0  # decode steps a second
+    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
+
+    def row_of(self, token: int) -> int:
+        """Row of the page that holds `token`."""
+        return int(np.searchsorted(self.starts.view, token, side="right")) - 1
+
+    def clock(self, now: float) -> float:
+        """Decode steps, advanced by idle time at the usual rate while paused: else idle sessions outrank busy ones."""
+        idle = now - self.active_at
+        return self.step + (idle * self.step_rate if idle > IDLE_SECONDS else 0.0)
+
+    def stepped(self, steps: int, now: float) -> None:
+        interval = now - self.active_at
+        if steps and 0 < interval <= IDLE_SECONDS:
+            rate = steps / interval
+            self.step_rate = (
+                rate if not self.step_rate else self.step_rate + RATE_SMOOTHING * (rate - self.step_rate)
+            )
+        self.step += steps
+        self.active_at = now
+        self.stale = True

@@ -1,0 +1,333 @@
+"""What the brain remembers, and the few primitive changes that keep it coherent.
+
+Three rules live here. *Touch*: a replica change is told to every session that names the page. *Retire*: memory that
+a worker could still read is reused only after every session that names the page has acknowledged a later table
+version. *Discard*: memory that nobody names any more is free at once, unless a move still reads or writes it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
+from tierkv.daemon.events import Instruction, SendPlan
+from tierkv.daemon.pages import PageStore
+from tierkv.daemon.policy import Thresholds
+from tierkv.daemon.policy import get as get_policy
+from tierkv.daemon.sessions import Client, Model, Session
+from tierkv.errors import BudgetTooSmall, GeometryMismatch, UnknownSession
+from tierkv.geometry import Geometry, fingerprint
+from tierkv.protocol import BlankPage, PageChange, PageEntry, Plan, TableState
+from tierkv.quant import get as get_codec
+from tierkv.regions import Region
+from tierkv.table import NOWHERE, Kind
+
+Pool = Literal["hbm", "host"]
+PAGE_ID_EPOCH_SHIFT = 40
+"""Page ids are `epoch << 40 | n`, so that an adopting owner never gives out an id that a worker holds."""
+
+
+@dataclass(frozen=True)
+class BrainConfig:
+    """Sizes in bytes, watermarks as free fractions of HBM, bandwidth in bytes a second (0: unbounded)."""
+
+    hbm_bytes: int
+    host_bytes: int
+    epoch: int = 1
+    codec: str = "k3v2"
+    policy: str = "memdecay"
+    page_tokens: int = 16
+    straddle: bool = False
+    demotion: Literal["pressure", "eager"] = "pressure"
+    backup: Literal["on_seal", "on_demote", "never"] = "on_seal"
+    thresholds: Thresholds | None = None
+    low_watermark: float = 0.05
+    high_watermark: float = 0.10
+    sink_tokens: int = 16
+    recent_tokens: int = 64
+    pins: tuple[tuple[str, str], ...] = (("system", "attendable"),)
+    pin_quota: float = 0.5
+    min_residency_steps: int = 8
+    max_moves_in_flight: int = 32
+    move_bandwidth: int = 0
+    log_events: int = 10_000
+
+
+class Retirement(NamedTuple):
+    """Memory that waits for sessions to acknowledge; `waits` shrinks as they do."""
+
+    pool: Pool
+    size_class: SizeClass
+    offset: int
+    waits: set[int]
+    whole_frame: bool
+
+
+@dataclass
+class Counters:
+    """Totals since the owner started; `metrics` exports them under DESIGN section 13's names."""
+
+    moved_pages: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # src, dst, reason
+    moved_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failed_moves: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    dropped_pages: Counter[tuple[str, str]] = field(default_factory=Counter)  # region, reason
+    lost_pages: int = 0
+    recalled_pages: int = 0
+    backpressure: int = 0
+    checksum_failures: int = 0
+    pins_refused: int = 0
+
+
+class State:
+    """The brain's memory. Owned by one thread: the one that calls `Brain.handle`."""
+
+    def __init__(self, config: BrainConfig) -> None:
+        self.config = config
+        self.codec = get_codec(config.codec)
+        self.policy = get_policy(config.policy)
+        self.thresholds = config.thresholds or self.policy.thresholds
+        self.pages = PageStore()
+        self.sessions: dict[int, Session] = {}
+        self.clients: dict[str, Client] = {}
+        self.models: dict[str, Model] = {}
+        self.hbm = PoolAllocator(config.hbm_bytes)
+        self.host = PoolAllocator(config.host_bytes)
+        self.retirements: dict[int, Retirement] = {}
+        self.retiring_frames = 0  # HBM bytes of whole frames among them
+        self.retiring_host = 0  # host bytes among them
+        self.sharing: dict[int, set[int]] = {}  # slots named by several sessions -> those sessions
+        self.dirty: set[int] = set()  # sessions with a plan to send
+        self.quiet: set[int] = set()  # sessions whose plan may wait for the next tick (host replicas only)
+        self.counters = Counters()
+        self.out: list[Instruction] = []
+        self.now = 0.0
+        self.draining = False
+        self._model_index = 0
+        self._next_page = 1
+        self._next_session = 1
+        self._next_retirement = 1
+        self.models_by_index: dict[int, Model] = {}
+
+    # Names ---------------------------------------------------------------------------------------------------
+
+    def pool(self, name: Pool) -> PoolAllocator:
+        return self.hbm if name == "hbm" else self.host
+
+    def session(self, session: int, client: str) -> Session:
+        """The client's session; raises `UnknownSession` (also for another client's)."""
+        found = self.sessions.get(session)
+        if found is None or found.client != client:
+            raise UnknownSession(f"session {session} is not open for this worker; open one first")
+        return found
+
+    def new_page_id(self) -> int:
+        page = self.config.epoch << PAGE_ID_EPOCH_SHIFT | self._next_page
+        self._next_page += 1
+        return page
+
+    def new_session_id(self) -> int:
+        """Unique among owners too: adopted sessions keep the ids of an earlier epoch."""
+        session = self.config.epoch << PAGE_ID_EPOCH_SHIFT | self._next_session
+        self._next_session += 1
+        return session
+
+    def model_of(self, slot: int) -> Model:
+        return self.models_by_index[int(self.pages.model[slot])]
+
+    def sharers(self, slot: int) -> set[int]:
+        """Sessions that name the page."""
+        return self.sharing.get(slot) or {int(self.pages.owner[slot])}
+
+    # Models --------------------------------------------------------------------------------------------------
+
+    def register_model(self, model_id: str, geometry: Geometry) -> Model:
+        """The model of this id and geometry, new or known. Raises `BudgetTooSmall`, `GeometryMismatch`."""
+        key = fingerprint(geometry, model_id, self.config.codec)
+        if key in self.models:
+            return self.models[key]
+        if geometry.page_tokens != self.config.page_tokens:
+            raise GeometryMismatch(
+                f"pages of {geometry.page_tokens} tokens; this daemon's pages hold {self.config.page_tokens}"
+            )
+        frame = aligned(geometry.page_bytes)
+        if 2 * frame > self.hbm.size:
+            raise BudgetTooSmall(
+                f"the HBM pool of {self.hbm.size:,} bytes holds {self.hbm.size // frame} pages of {frame:,} bytes; "
+                "two are the least: start the daemon with a larger --hbm"
+            )
+        self._model_index += 1
+        model = Model(
+            key, self._model_index, model_id, geometry,
+            exact=SizeClass(frame, frame),
+            quant=SizeClass(frame, min(frame, aligned(self.codec.page_bytes(geometry)))),
+            state_bytes=4 * self.codec.state_floats(geometry),
+        )  # fmt: skip
+        self.models[key] = model
+        self.models_by_index[model.index] = model
+        return model
+
+    def forget_model(self, model: Model) -> None:
+        """Forget a model that no session and no page needs: its codec state goes too."""
+        pages = self.pages
+        if model.sessions or model.fitting or np.any(pages.live & (pages.model == model.index)):
+            return  # the last move on its pages will ask again
+        if model.state_offset != NOWHERE:
+            self.hbm.release_block(model.state_offset)
+        del self.models[model.key], self.models_by_index[model.index]
+
+    # Touch ---------------------------------------------------------------------------------------------------
+
+    def touch(self, slot: int, quiet: bool = False) -> None:
+        """The page's replicas changed: its sessions get a plan (at the next tick if `quiet`)."""
+        for session in self.sharers(slot):
+            if session in self.sessions:
+                self.sessions[session].changed.add(slot)
+                (self.quiet if quiet else self.dirty).add(session)
+
+    def flush(self) -> None:
+        """Send one plan to every session whose table changed."""
+        for session_id in sorted(self.dirty):
+            session = self.sessions.get(session_id)
+            if session is None:
+                continue
+            session.version += 1
+            changes = [self._change(slot) for slot in sorted(session.changed)]
+            session.changed.clear()
+            self.quiet.discard(session_id)
+            plan = Plan(session.id, session.version, changes, session.model.state)
+            self.out.append(SendPlan(session.client, plan))
+        self.dirty.clear()
+
+    def table(self, session: Session) -> TableState:
+        """The whole table, as a new version; replaces plans that were not sent yet."""
+        session.version += 1
+        session.changed.clear()
+        self.dirty.discard(session.id)
+        self.quiet.discard(session.id)
+        pages = self.pages
+        rows = []
+        for slot, count in zip(session.pages.view.tolist(), session.counts.view.tolist(), strict=True):
+            new = self._change(slot)
+            host = (new.host_kind, new.host_offset, new.host_checksum)
+            rows.append(PageEntry(new.page, int(pages.region[slot]), count, new.kind, new.offset, *host))
+        blanks = [BlankPage(int(pages.id[slot]), int(pages.exact[slot])) for slot in session.blanks]
+        return TableState(
+            session.id, session.version, session.length, rows, blanks, session.model.state, session.tail_open
+        )
+
+    def _change(self, slot: int) -> PageChange:
+        pages, kind = self.pages, int(self.pages.kind[slot])
+        offset = {Kind.EXACT: pages.exact[slot], Kind.QUANTIZED: pages.quant[slot]}.get(Kind(kind), NOWHERE)
+        return PageChange(
+            int(pages.id[slot]), kind, int(offset),
+            int(pages.host_kind[slot]), int(pages.host[slot]), int(pages.checksum[slot]),
+        )  # fmt: skip
+
+    # Retire --------------------------------------------------------------------------------------------------
+
+    def retire(self, pool: Pool, size_class: SizeClass, offset: int, slot: int) -> None:
+        """The replica at `offset` leaves the page: reuse its memory once every session that could read it says so."""
+        waits = {session for session in self.sharers(slot) if session in self.sessions}
+        if not waits:
+            self.pool(pool).release(size_class, offset)
+            return
+        number, self._next_retirement = self._next_retirement, self._next_retirement + 1
+        whole = pool == "hbm" and size_class.item == size_class.frame
+        self.retirements[number] = Retirement(pool, size_class, offset, waits, whole)
+        self.retiring_frames += size_class.frame * whole
+        self.retiring_host += size_class.item if pool == "host" else 0
+        for session_id in waits:
+            session = self.sessions[session_id]
+            session.retiring.append((session.version + 1, number))
+            session.retiring_bytes += size_class.item if pool == "hbm" else 0
+            self.dirty.add(session_id)
+
+    def acknowledge(self, session: Session, version: int) -> None:
+        """The worker reads table `version` or a later one."""
+        session.acked = max(session.acked, min(version, session.version))
+        while session.retiring and session.retiring[0][0] <= session.acked:
+            self._settle(session, session.retiring.popleft()[1])
+
+    def _settle(self, session: Session, number: int) -> None:
+        retirement = self.retirements[number]
+        retirement.waits.discard(session.id)
+        if retirement.pool == "hbm":
+            session.retiring_bytes -= retirement.size_class.item
+        if not retirement.waits:
+            del self.retirements[number]
+            self.retiring_frames -= retirement.size_class.frame * retirement.whole_frame
+            self.retiring_host -= retirement.size_class.item if retirement.pool == "host" else 0
+            self.pool(retirement.pool).release(retirement.size_class, retirement.offset)
+
+    # Pages and sessions --------------------------------------------------------------------------------------
+
+    def share(self, slot: int, session: Session) -> None:
+        """One more session names the page."""
+        self.sharing.setdefault(slot, {int(self.pages.owner[slot])}).add(session.id)
+        self.pages.refs[slot] += 1
+
+    def unname(self, slot: int, session: Session) -> None:
+        """The session does not name the page any more (it said so, or is dead)."""
+        self.pages.refs[slot] -= 1
+        if self.pages.refs[slot] == 0:
+            self.discard(slot)
+            return
+        names = self.sharing[slot]
+        names.discard(session.id)
+        if int(self.pages.owner[slot]) == session.id:
+            self.pages.owner[slot] = min(names)
+        if len(names) == 1:
+            del self.sharing[slot]
+
+    def discard(self, slot: int) -> None:
+        """Free a page that nobody names; while a move runs on it, the move's end does."""
+        if self.pages.moving[slot]:
+            self.pages.doomed[slot] = True
+            return
+        self.sharing.pop(slot, None)
+        self.release_replicas(slot)
+        self.pages.remove(slot)
+
+    def release_replicas(self, slot: int) -> None:
+        pages, model = self.pages, self.model_of(slot)
+        if pages.exact[slot] != NOWHERE:
+            self.hbm.release(model.exact, int(pages.exact[slot]))
+        if pages.quant[slot] != NOWHERE:
+            self.hbm.release(model.quant, int(pages.quant[slot]))
+        if pages.host[slot] != NOWHERE:
+            self.host.release(self.host_class(slot), int(pages.host[slot]))
+        pages.exact[slot] = pages.quant[slot] = pages.host[slot] = NOWHERE
+
+    def host_class(self, slot: int) -> SizeClass:
+        model = self.model_of(slot)
+        return model.quant if self.pages.host_kind[slot] == Kind.QUANTIZED else model.exact
+
+    def close(self, session: Session) -> None:
+        """Everything the session held comes back."""
+        while session.retiring:
+            self._settle(session, session.retiring.popleft()[1])
+        del self.sessions[session.id]
+        self.dirty.discard(session.id)
+        self.quiet.discard(session.id)
+        session.family.discard(session.id)
+        for slot in session.pages.view.tolist():
+            self.unname(slot, session)
+        for slot in session.blanks:
+            self.unname(slot, session)
+        self.clients[session.client].sessions.discard(session.id)
+        session.model.sessions.discard(session.id)
+        self.forget_model(session.model)
+
+    def hbm_bytes_of(self, session: Session) -> int:
+        """Bytes that the session's replicas, blanks and retiring memory take in HBM."""
+        slots, model = session.pages.view, session.model
+        exact = int(np.count_nonzero(self.pages.exact[slots] != NOWHERE)) + len(session.blanks)
+        quant = int(np.count_nonzero(self.pages.quant[slots] != NOWHERE))
+        return exact * model.exact.item + quant * model.quant.item + session.retiring_bytes
+
+    def region_label(self, slot: int) -> str:
+        return Region(int(self.pages.region[slot])).label
