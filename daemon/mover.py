@@ -1,0 +1,203 @@
+"""Carries out the brain's moves on the two pools, one after the other, in one thread.
+
+A move ends in exactly one `MoveDone` or `MoveFailed`; whatever goes wrong keeps the source and never leaves the
+thread. Host replicas carry an xxh3-64 checksum seeded with their key (the page id), so bytes that were damaged, or
+that belong to another page, are refused and never reach attention.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize
+from tierkv.daemon.pools import BytePool, Bytes
+from tierkv.quant.contract import Codec, NonFiniteValues
+
+log = logging.getLogger(__name__)
+
+Move = Quantize | Copy | FitCodec
+
+KEY_MASK = (1 << 64) - 1
+"""xxh3 seeds are 64 bits."""
+
+
+class OnMove(Protocol):
+    def __call__(self, src: str, dst: str, seconds: float, size: int) -> None:
+        """A move is done: pools `src` and `dst` (`quantized` for a low-bit replica in HBM), bytes written."""
+
+
+def checksum(data: Bytes, key: int) -> int:
+    """xxh3-64 of `data`, seeded with the page id."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(data).data, seed=key & KEY_MASK)
+
+
+class _Damaged(Exception):
+    """A host replica's bytes are not what was stored."""
+
+
+class Mover:
+    """One thread, one queue. `pools` maps `hbm` and `host`; an adopted pool may join it later.
+
+    Args:
+        post: gets every result; called from the mover's thread.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, BytePool],
+        codec: Codec,
+        post: Callable[[MoveDone | MoveFailed], None],
+        on_move: OnMove | None = None,
+    ) -> None:
+        self._pools = pools
+        self._codec = codec
+        self._post = post
+        self._on_move = on_move
+        self._queue: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unfinished = 0
+        self._lock = threading.Lock()
+        self._started_at: float | None = None
+        self._stopping = False
+        self.restarts = 0
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="tierkv-mover", daemon=True)
+        self._thread.start()
+
+    def submit(self, move: Move) -> None:
+        """Queue a move; revives a dead thread."""
+        with self._lock:
+            self._unfinished += 1
+        self._queue.put(move)
+        self.revive()
+
+    def revive(self) -> None:
+        """Start a new thread where the old one died, and count it."""
+        if not self._stopping and self._thread is not None and not self._thread.is_alive():
+            self.restarts += 1
+            log.error("the mover's thread had died; restart %d", self.restarts)
+            self.start()
+
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def pending(self) -> int:
+        """Moves submitted and not answered."""
+        return self._unfinished
+
+    def busy_seconds(self) -> float:
+        """How long the current move has been running; 0 when idle."""
+        started = self._started_at
+        return 0.0 if started is None else time.monotonic() - started
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Finish what is queued, then end the thread."""
+        self._stopping = True
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (move := self._queue.get()) is not None:
+            self._started_at = time.monotonic()
+            result: MoveDone | MoveFailed = MoveFailed(move.move, "io")
+            try:
+                result = self._attempt(move)
+            finally:  # even when this thread is dying, the brain gets its answer
+                self._started_at = None
+                with self._lock:
+                    self._unfinished -= 1
+                self._post(result)
+
+    def _attempt(self, move: Move) -> MoveDone | MoveFailed:
+        start = time.perf_counter()
+        try:
+            done, src, dst, size = self._carry_out(move)
+        except NonFiniteValues:
+            return MoveFailed(move.move, "non-finite")
+        except _Damaged as error:
+            log.warning("move %d: %s", move.move, error)
+            return MoveFailed(move.move, "checksum")
+        except Exception as error:
+            reason = (
+                "io"
+                if isinstance(move, Copy) or isinstance(error, (OSError, KeyError, IndexError))
+                else "codec"
+            )
+            log.exception("move %d failed (%s)", move.move, reason)
+            return MoveFailed(move.move, reason)
+        if self._on_move is not None:
+            try:
+                self._on_move(src, dst, time.perf_counter() - start, size)
+            except Exception:
+                log.exception("the metrics hook failed")
+        return done
+
+    def _carry_out(self, move: Move) -> tuple[MoveDone, str, str, int]:
+        if isinstance(move, Copy):
+            return self._copy(move)
+        if isinstance(move, Quantize):
+            return self._quantize(move)
+        return self._fit(move)
+
+    def _copy(self, move: Copy) -> tuple[MoveDone, str, str, int]:
+        source = self._source(move.src_pool, move.src, move.size, move.src_checksum, move.key)
+        self._pool(move.dst_pool).write(move.dst, source)
+        done = self._published(move.move, move.dst_pool, source, move.key)
+        return done, move.src_pool, move.dst_pool, move.size
+
+    def _quantize(self, move: Quantize) -> tuple[MoveDone, str, str, int]:
+        source = self._source(move.src_pool, move.src, move.geometry.page_bytes, move.src_checksum, move.key)
+        floats = self._codec.state_floats(move.geometry)
+        state = np.zeros(0, np.float32)
+        if floats:
+            state = self._pool("hbm").read(move.codec_state, 4 * floats).view(np.float32)
+        pool = self._pool(move.dst_pool)
+        size = self._codec.page_bytes(move.geometry)
+        in_place = pool.data is not None
+        out = pool.read(move.dst, size) if in_place else np.empty(size, np.uint8)
+        self._codec.encode(move.geometry, source, move.count, state, out)
+        if not in_place:
+            pool.write(move.dst, out)
+        done = self._published(move.move, move.dst_pool, out, move.key)
+        return done, move.src_pool, "quantized" if move.dst_pool == "hbm" else move.dst_pool, size
+
+    def _fit(self, move: FitCodec) -> tuple[MoveDone, str, str, int]:
+        hbm = self._pool("hbm")
+        pages = [hbm.read(offset, move.geometry.page_bytes) for offset in move.pages]
+        state = self._codec.fit_state(move.geometry, pages, move.counts)
+        floats = self._codec.state_floats(move.geometry)
+        if state.dtype != np.float32 or state.size != floats:
+            raise ValueError(
+                f"the codec's state has {state.size} values of {state.dtype}; {floats} were announced"
+            )
+        if not np.isfinite(state).all():
+            raise NonFiniteValues("the codec's state is not finite")
+        hbm.write(move.dst, np.ascontiguousarray(state).reshape(-1).view(np.uint8))
+        return MoveDone(move.move), "hbm", "codec", 4 * floats
+
+    def _pool(self, name: str) -> BytePool:
+        pool = self._pools.get(name)
+        if pool is None:
+            raise KeyError(f"there is no {name} pool")
+        return pool
+
+    def _source(self, pool: str, offset: int, size: int, expected: int, key: int) -> Bytes:
+        """The source's bytes; a host replica is verified first."""
+        data = self._pool(pool).read(offset, size)
+        if pool == "host" and checksum(data, key) != expected:
+            raise _Damaged(f"{size} host bytes at {offset} of page {key} do not match their checksum")
+        return data
+
+    @staticmethod
+    def _published(move: int, pool: str, data: Bytes, key: int) -> MoveDone:
+        return MoveDone(move, checksum(data, key) if pool == "host" else 0)

@@ -1,0 +1,346 @@
+"""The worker's side of the daemon: `connect`, and the client that holds the pools and the sessions.
+
+A client attaches once and stays attached: when the owner dies, its line finds the next one, hands the HBM descriptor
+and every session's table back, and goes on. Only what truly is lost is told, by `PagesLost` at the next `begin` of the
+session concerned. A client belongs to the process that made it; in a forked child every call raises.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv import handshake
+from tierkv.errors import OwnerUnavailable, PagesLost, ProtocolError, TierKVError
+from tierkv.geometry import Geometry
+from tierkv.line import Attachment, Call, Line
+from tierkv.pool import MappedPool
+from tierkv.protocol import (
+    PROTOCOL_VERSION,
+    Attach,
+    Attached,
+    Drain,
+    GeometryFields,
+    Open,
+    Operation,
+    Ping,
+    Plan,
+    Result,
+    SessionOptions,
+    SessionState,
+    Stats,
+    StatsResult,
+    Table,
+)
+from tierkv.session import Session, failed, give, hand_over, refuse, wait
+
+TIMEOUT_SECONDS = 10.0
+"""How long a call waits for the daemon, for room, or for a new owner."""
+
+RESERVE_AHEAD = 1
+"""Pages that a session keeps reserved beyond its need, so that a decode step does not wait."""
+
+CONNECT_RETRY_SECONDS = 0.02
+
+
+def connect(
+    state_dir: str | Path | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+    *,
+    reserve_ahead: int = RESERVE_AHEAD,
+) -> Client:
+    """Attach to this node's daemon.
+
+    Args:
+        state_dir: of the daemon; default `$TIERKV_STATE_DIR`, else `/dev/shm/tierkv-<uid>`.
+        timeout: seconds that this and every later call waits at most.
+        reserve_ahead: pages kept reserved beyond the need of each session; 0 where the HBM pool is tiny.
+
+    Raises:
+        OwnerUnavailable: no daemon answered in time.
+        ProtocolError: the daemon speaks another version.
+    """
+    return Client(
+        Path(state_dir) if state_dir is not None else handshake.default_state_dir(), timeout, reserve_ahead
+    )
+
+
+class Client:
+    """Any thread may call. `close` (or leaving the `with` block) gives everything back."""
+
+    def __init__(self, state_dir: Path, timeout: float, reserve_ahead: int) -> None:
+        self.state_dir = state_dir
+        self.timeout = timeout
+        self.reserve_ahead = reserve_ahead
+        self.id = uuid.uuid4().hex
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._sessions: dict[int, Session] = {}
+        self._seen: dict[int, int] = {}
+        self._hbm: MappedPool | None = None
+        self._host: MappedPool | None = None
+        self._closed = False
+        self._terms: Attached
+        self._line = Line(self.id, self, self._first_attachment(timeout))
+
+    # What the daemon said ----------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Of the owner attached to now (or last)."""
+        return self._terms.epoch
+
+    @property
+    def connected(self) -> bool:
+        """Attached to a living owner."""
+        return self._line.connected and not self._closed
+
+    @property
+    def codec(self) -> str:
+        return self._terms.codec
+
+    @property
+    def page_tokens(self) -> int:
+        return self._terms.page_tokens
+
+    @property
+    def straddle(self) -> bool:
+        return self._terms.straddle
+
+    @property
+    def observe_every(self) -> int:
+        return self._terms.observe_every
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self._terms.hbm_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self._terms.host_bytes
+
+    def hbm(self) -> NDArray[np.uint8]:
+        """The HBM pool, `[hbm_bytes]`, writable."""
+        assert self._hbm is not None
+        return self._hbm.data
+
+    def host(self) -> NDArray[np.uint8]:
+        """The host pool, `[host_bytes]`, read-only."""
+        assert self._host is not None
+        return self._host.data
+
+    # Calls -------------------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        geometry: Geometry,
+        model_id: str,
+        *,
+        ladder: str = "tiered",
+        hbm_budget: int = 0,
+        pins: dict[str, str] | None = None,
+    ) -> Session:
+        """A new, empty session.
+
+        Args:
+            model_id: names the weights; pages of different ids never mix.
+            ladder: what the daemon may do under pressure: `tiered` (exact, low-bit, host), `drop` or `exact`.
+            hbm_budget: most HBM bytes of the session's replicas; 0 for no bound of its own.
+            pins: levels (`exact`, `attendable`) by region; None takes the daemon's.
+
+        Raises:
+            GeometryMismatch: pages of another token count than the daemon's, or a shape that cannot be packed.
+            BudgetTooSmall: the pool or the budget holds too few pages of this geometry.
+            OutOfCapacity, Backpressure, OwnerUnavailable: no room, or nobody there.
+        """
+        deadline = time.monotonic() + self.timeout
+        options = SessionOptions(ladder=ladder, hbm_budget=hbm_budget, pins=pins)
+        g = geometry
+        fields = GeometryFields(g.num_layers, g.num_kv_heads, g.head_dim, g.dtype, g.page_tokens)
+        answer: Future[Session] = Future()
+
+        def opened(result: Result) -> None:
+            if isinstance(result, Table):
+                hand_over(self, Session(self, result.table, geometry, model_id, options), answer)
+            else:
+                refuse(answer, failed(result))
+
+        self.submit(Call(Open(model_id, fields, options), opened, deadline=deadline))
+        return wait(answer, deadline, self, "open")
+
+    def stats(self, session: int = -1) -> dict[str, float]:
+        """Numbers of the whole daemon, or of one session."""
+        result = self._ask(Stats(session), "stats")
+        if not isinstance(result, StatsResult):
+            raise failed(result)
+        return result.values
+
+    def ping(self) -> float:
+        """Seconds that an answer of the daemon took."""
+        start = time.perf_counter()
+        self._ask(Ping(), "ping")
+        return time.perf_counter() - start
+
+    def drain(self) -> None:
+        """Tell the daemon to admit no more sessions and pages."""
+        self._ask(Drain(), "drain")
+
+    def close(self) -> None:
+        """Detach: every page of every session goes back. Closing twice does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        was_connected = self._line.connected
+        self._closed = True
+        for session in list(self._sessions.values()):
+            session.break_off(OwnerUnavailable("the client is closed"))
+        self._line.close()
+        if not was_connected:
+            handshake.leave(self.state_dir, self.id)
+        for pool in (self._hbm, self._host):
+            if pool is not None:
+                pool.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # For sessions ------------------------------------------------------------------------------------------------
+
+    def check_process(self) -> None:
+        """Raises `TierKVError` in a forked child."""
+        if os.getpid() != self._pid:
+            raise TierKVError(
+                f"this client belongs to process {self._pid}, not to its fork {os.getpid()}: connect again in the child"
+            )
+
+    def submit(self, call: Call) -> None:
+        self.check_process()
+        self._line.submit(call)
+
+    def adopted(self, session: int, version: int) -> None:
+        """Session `session` reads table `version` from now on: the daemon is told soon."""
+        with self._lock:
+            self._seen[session] = version
+        self._line.acknowledge_soon()
+
+    def forget(self, session: int) -> None:
+        with self._lock:
+            self._sessions.pop(session, None)
+            self._seen.pop(session, None)
+
+    def enroll(self, session: Session) -> None:
+        with self._lock:
+            self._sessions[session.id] = session
+
+    def unavailable(self, what: str) -> OwnerUnavailable:
+        """The error for a wait that ended without an answer."""
+        if self._line.connected:
+            why = f"it was last heard {self._line.silence():.1f} s ago"
+        else:
+            why = self._line.problem or "its owner is gone and no new one was found"
+        return OwnerUnavailable(
+            f"the daemon did not answer in time ({what}): {why}; retry, or check `tierkv status`"
+        )
+
+    # For the line ------------------------------------------------------------------------------------------------
+
+    def attach(self, timeout: float) -> Attachment:
+        """Attach to a new owner with everything this client holds; give up what it cannot adopt."""
+        with self._lock:
+            sessions = dict(self._sessions)
+            self._seen.clear()
+        states, folded = [], {}
+        for session in sessions.values():
+            state, folded[session.id] = session.state()
+            states.append(state)
+        try:
+            stream, reply = self._handshake(states, timeout)
+        except PagesLost as error:  # another memory than ours: nothing of it can be kept
+            for session in sessions.values():
+                everything = ((0, session.horizon),)
+                session.break_off(
+                    PagesLost(f"session {session.id} is lost with its owner: {error}", everything)
+                )
+                self.forget(session.id)
+            self._drop_pools()
+            raise OwnerUnavailable(str(error)) from None
+        for session in sessions.values():
+            session.carried_over([(first, stop) for owner, first, stop in reply.lost if owner == session.id])
+        return Attachment(stream, reply, folded)
+
+    def plans(self, plans: list[Plan]) -> None:
+        for plan in plans:
+            session = self._sessions.get(plan.session)
+            if session is not None:  # else it was closed meanwhile
+                session.offer(plan)
+
+    def take_seen(self) -> dict[int, int]:
+        with self._lock:
+            seen, self._seen = self._seen, {}
+        return seen
+
+    # Inside ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, op: Operation, what: str) -> Result:
+        deadline = time.monotonic() + self.timeout
+        answer: Future[Result] = Future()
+        self.submit(Call(op, partial(give, answer), deadline=deadline))
+        result = wait(answer, deadline, self, what)
+        return result
+
+    def _first_attachment(self, timeout: float) -> Attachment:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                stream, reply = self._handshake([], max(CONNECT_RETRY_SECONDS, deadline - time.monotonic()))
+                return Attachment(stream, reply, {})
+            except OwnerUnavailable:
+                if time.monotonic() + CONNECT_RETRY_SECONDS > deadline:
+                    raise
+                time.sleep(CONNECT_RETRY_SECONDS)
+
+    def _handshake(self, states: list[SessionState], timeout: float) -> tuple[socket.socket, Attached]:
+        mine = None if self._hbm is None else self._hbm.descriptor
+        message = Attach(PROTOCOL_VERSION, self.id, states)
+        stream, reply, hbm, host = handshake.attach(self.state_dir, message, mine, timeout)
+        try:
+            self._map(reply, hbm, host)
+        except BaseException:
+            stream.close()
+            raise
+        self._terms = reply
+        return stream, reply
+
+    def _map(self, reply: Attached, hbm: int, host: int) -> None:
+        if self._hbm is not None:
+            same = self._hbm.same(hbm)
+            os.close(hbm)
+            if not same:
+                os.close(host)
+                raise ProtocolError("the new owner adopted another HBM pool than the one handed back")
+        else:
+            self._hbm = MappedPool(hbm, reply.hbm_bytes, writable=True)
+        if self._host is not None:
+            self._host.close()
+        self._host = MappedPool(host, reply.host_bytes, writable=False)
+
+    def _drop_pools(self) -> None:
+        """Forget mappings; arrays that sessions still hold keep the memory until they go."""
+        for pool in (self._hbm, self._host):
+            if pool is not None:
+                pool.close()
+        self._hbm = self._host = None

@@ -1,0 +1,354 @@
+"""A worker's line to the daemon: one thread that owns the socket, re-sends, keeps the lease and finds a new owner.
+
+Callers hand over `Call`s and never touch the socket. Everything in one epoch arrives in order and at most once is
+carried out twice (the daemon remembers answers), so a call is simply sent again until it is answered.
+
+The owner's death is the end of the attach stream, which the kernel reports; or an answer from a later epoch. Silence
+alone is not: leaving a living owner would give up every page, so the line then only goes on asking. After the owner's
+death the line attaches to the next one, for as long as the client is open, and carries over what is still in flight:
+commits and observations whose effect the handed-back tables already contain count as done, the rest is sent again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import zmq
+
+from tierkv.errors import OwnerUnavailable, ProtocolError, TierKVError
+from tierkv.protocol import (
+    Attached,
+    Close,
+    Done,
+    Failure,
+    Operation,
+    Ping,
+    Plan,
+    Reply,
+    Request,
+    Result,
+    decode_from_daemon,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+RESEND_SECONDS = 1.0
+"""First wait for an answer; doubles up to `RESEND_LIMIT_SECONDS`."""
+
+RESEND_LIMIT_SECONDS = 8.0
+FULL_QUEUE_SECONDS = 0.02
+"""Wait when the socket takes no more."""
+
+ACK_SECONDS = 0.002
+"""How long an adopted plan waits for a message that carries the acknowledgement anyway."""
+
+RETRY_SECONDS = (0.01, 0.5)
+"""First and longest wait between attempts to find an owner."""
+
+ATTEMPT_SECONDS = 5.0
+"""One attach attempt; adoption of many pages takes part of it."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request and what to do with its answer. `done` runs once, in the line's thread, and must be quick.
+
+    `session` is -1 where the operation names none that exists. `number` orders the session's foldable operations
+    (commits and observations); 0 for all others.
+    """
+
+    op: Operation
+    done: Callable[[Result], object]
+    session: int = -1
+    number: int = 0
+    buffers: list[bytes] = field(default_factory=list)
+    deadline: float = 0.0  # monotonic; 0: none
+    id: int = 0
+    frames: list[bytes] = field(default_factory=list)
+    due: float = 0.0
+    wait: float = RESEND_SECONDS
+
+
+class Attachment(NamedTuple):
+    """An attach that succeeded. `folded` maps each session handed over to the last `Call.number` it contains."""
+
+    stream: socket.socket
+    reply: Attached
+    folded: dict[int, int]
+
+
+class Host(Protocol):
+    """What the line asks of its client, from its own thread."""
+
+    def attach(self, timeout: float) -> Attachment:
+        """Attach, handing sessions over. `OwnerUnavailable` when there is nobody (yet)."""
+        ...
+
+    def plans(self, plans: list[Plan]) -> None: ...
+
+    def take_seen(self) -> dict[int, int]:
+        """Table versions adopted since the last call, by session."""
+        ...
+
+
+class Line:
+    """Starts attached (`attachment` is the first one's); `close` ends it."""
+
+    def __init__(self, client_id: str, host: Host, attachment: Attachment) -> None:
+        self._client_id = client_id
+        self._host = host
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._queue: deque[Call] = deque()
+        self._flight: dict[int, Call] = {}
+        self._ids = itertools.count(1)
+        self._socket: zmq.Socket[bytes] | None = None
+        self._stream: socket.socket | None = None
+        self._poller = zmq.Poller()
+        self._ack_due = 0.0
+        self._sent_at = self._heard_at = 0.0
+        self._retry_at, self._retry_wait = 0.0, RETRY_SECONDS[0]
+        self._closing = False
+        self.epoch = 0
+        self.connected = False
+        self.reattached = 0
+        self.problem = ""
+        """Why no owner could be attached to, for error messages."""
+        self._connect(attachment)
+        self._thread = threading.Thread(target=self._run, name="tierkv-line", daemon=True)
+        self._thread.start()
+
+    # Any thread --------------------------------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        self._queue.append(call)
+        if self._closing:
+            self._fail_all()
+        else:
+            os.eventfd_write(self._wake, 1)
+
+    def acknowledge_soon(self) -> None:
+        """An adopted plan wants to be acknowledged, with the next message or a little later."""
+        if not self._ack_due:
+            self._ack_due = time.monotonic() + ACK_SECONDS
+        if threading.current_thread() is not self._thread and not self._closing:
+            os.eventfd_write(self._wake, 1)
+
+    def silence(self) -> float:
+        """Seconds since the daemon was last heard."""
+        return time.monotonic() - self._heard_at
+
+    def close(self) -> None:
+        """End the thread, fail what is in flight, close the stream (which detaches)."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(ATTEMPT_SECONDS + 1.0)
+        self._disconnect()
+        self._context.destroy(linger=0)
+        self._fail_all()
+        os.close(self._wake)
+
+    # The thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                if self.connected:
+                    self._turn()
+                else:
+                    self._find_owner()
+            except Exception:
+                log.exception("the line to the daemon met an error and goes on")
+                time.sleep(FULL_QUEUE_SECONDS)
+
+    def _turn(self) -> None:
+        assert self._socket is not None and self._stream is not None
+        ready = dict(self._poller.poll(_milliseconds(self._next_due() - time.monotonic())))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        while self._queue:
+            self._send(self._queue.popleft())
+        if self._socket in ready:
+            self._receive()
+        if self.connected and self._stream.fileno() in ready and self._ended():
+            log.warning("the owner of epoch %d is gone", self.epoch)
+            self._disconnect()
+        if self.connected:
+            self._timers()
+
+    def _next_due(self) -> float:
+        due = self._sent_at + self._heartbeat
+        if self._ack_due:
+            due = min(due, self._ack_due)
+        return min(due, *(call.due for call in self._flight.values())) if self._flight else due
+
+    def _timers(self) -> None:
+        now = time.monotonic()
+        for call in list(self._flight.values()):
+            if call.due <= now:
+                call.wait = min(2 * call.wait, RESEND_LIMIT_SECONDS)
+                self._transmit(call, now)
+        if (self._ack_due and self._ack_due <= now) or self._sent_at + self._heartbeat <= now:
+            self._send(Call(Ping(), lambda result: None))
+
+    def _send(self, call: Call) -> None:
+        """First sending in this epoch: the frames are fixed now, with the versions seen so far."""
+        call.id = next(self._ids)
+        now = time.monotonic()
+        deadline = max(0.001, call.deadline - now) if call.deadline else 0.0
+        seen = self._host.take_seen()
+        self._ack_due = 0.0
+        request = Request(id=call.id, epoch=self.epoch, op=call.op, deadline=deadline, seen=seen)
+        call.frames = [encode(request), *call.buffers]
+        call.wait = RESEND_SECONDS
+        self._flight[call.id] = call
+        self._transmit(call, now)
+
+    def _transmit(self, call: Call, now: float) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send_multipart(call.frames, zmq.NOBLOCK)
+            call.due = now + call.wait
+        except zmq.Again:
+            call.due = now + FULL_QUEUE_SECONDS
+        self._sent_at = now
+
+    def _receive(self) -> None:
+        while self.connected and self._socket is not None:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode_from_daemon(frames[0])
+            except ProtocolError as error:
+                log.error("a message of the daemon was dropped: %s", error)
+                continue
+            if message.epoch != self.epoch:  # a later owner on the same path, told by its first answer
+                self._disconnect()
+                return
+            self._heard_at = time.monotonic()
+            if isinstance(message, Reply):
+                call = self._flight.pop(message.id, None)
+                if call is not None:
+                    self._finish(call, message.result)
+            else:
+                self._host.plans(message.plans)
+
+    def _ended(self) -> bool:
+        assert self._stream is not None
+        try:
+            return not self._stream.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    # Owners ------------------------------------------------------------------------------------------------------
+
+    def _find_owner(self) -> None:
+        """One attempt, or a part of the wait before it."""
+        wait = self._retry_at - time.monotonic()
+        if wait > 0:
+            poller = zmq.Poller()
+            poller.register(self._wake, zmq.POLLIN)
+            if poller.poll(_milliseconds(wait)):
+                os.eventfd_read(self._wake)
+            return
+        try:
+            attachment = self._host.attach(ATTEMPT_SECONDS)
+        except TierKVError as error:
+            self.problem = str(error)
+            level = logging.DEBUG if isinstance(error, OwnerUnavailable) else logging.WARNING
+            log.log(level, "no owner yet: %s", error)
+            self._retry_at = time.monotonic() + self._retry_wait
+            self._retry_wait = min(2 * self._retry_wait, RETRY_SECONDS[1])
+            return
+        self.reattached += 1
+        self._connect(attachment)
+        log.warning("attached to the owner of epoch %d", self.epoch)
+        carried = [*self._flight.values()]
+        self._flight.clear()
+        carried += [self._queue.popleft() for _ in range(len(self._queue))]
+        for call in carried:
+            self._carry_over(call, attachment.folded)
+
+    def _carry_over(self, call: Call, folded: dict[int, int]) -> None:
+        if isinstance(call.op, Ping):
+            self._finish(call, Done())
+        elif call.session >= 0 and call.session not in folded:
+            gone = Failure("unknown-session", f"session {call.session} was not carried over to the new owner")
+            self._finish(call, Done() if isinstance(call.op, Close) else gone)
+        elif call.number and call.number <= folded[call.session]:
+            self._finish(call, Done())
+        elif call.deadline and call.deadline < time.monotonic():
+            self._finish(call, Failure(OwnerUnavailable.code, "the deadline passed while there was no owner"))
+        else:
+            self._send(call)
+
+    def _connect(self, attachment: Attachment) -> None:
+        self._stream = attachment.stream
+        self.epoch = attachment.reply.epoch
+        self._heartbeat = attachment.reply.heartbeat_seconds
+        line = self._context.socket(zmq.DEALER)
+        line.set(zmq.LINGER, 0)
+        line.set(zmq.SNDHWM, 1000)
+        line.set(zmq.RCVHWM, 1000)
+        line.set(zmq.IDENTITY, self._client_id.encode())
+        line.connect(attachment.reply.endpoint)
+        self._socket = line
+        self._poller = zmq.Poller()
+        for source in (line, self._wake, self._stream.fileno()):
+            self._poller.register(source, zmq.POLLIN)
+        self._sent_at = 0.0  # a heartbeat at once: the daemon learns the way back
+        self._heard_at = time.monotonic()
+        self._retry_wait = RETRY_SECONDS[0]
+        self.problem = ""
+        self.connected = True
+
+    def _disconnect(self) -> None:
+        self.connected = False
+        self._retry_at = 0.0
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.shutdown(socket.SHUT_RDWR)  # also where a forked child holds a copy
+            self._stream.close()
+            self._stream = None
+
+    # Answers -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, call: Call, result: Result) -> None:
+        try:
+            call.done(result)
+        except Exception:
+            log.exception("an answer could not be handled")
+
+    def _fail_all(self) -> None:
+        closed = Failure(OwnerUnavailable.code, "the client is closed")
+        calls: Iterable[Call] = [*self._flight.values(), *self._queue]
+        self._flight.clear()
+        self._queue.clear()
+        for call in calls:
+            self._finish(call, closed)
+
+
+def _milliseconds(seconds: float) -> int:
+    """Rounded up: a wait cut to zero would be a busy one."""
+    return max(0, math.ceil(seconds * 1000))

@@ -1,0 +1,631 @@
+"""One sequence of one worker: its page table, its tentative tokens, and what it asks of the daemon.
+
+A step is `begin` (lay new tokens out), writing K/V into `slots`, reading `rows`, then `commit` (or `rollback`), maybe
+`observe`, and `end`. Inside a step the table stands still; plans of the daemon are adopted at `begin`, and between
+`end` and `begin` by the client's own thread, so that a paused session never keeps memory from being reused.
+
+Reserved pages ("blanks") are taken in the order given. A commit names runs of (region, tokens) only; the daemon lays
+them out by the same rule over the same blanks. Commits and observations are not waited for: when one fails, the next
+`begin` raises.
+
+Threads: a session belongs to one caller at a time; the client's thread joins in under the session's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.errors import (
+    Backpressure,
+    OwnerUnavailable,
+    PagesLost,
+    RequestError,
+    TierKVError,
+    UnknownSession,
+    from_wire,
+)
+from tierkv.geometry import Geometry
+from tierkv.line import Call
+from tierkv.pool import codec_state
+from tierkv.protocol import (
+    BlankPage,
+    Close,
+    Commit,
+    Crop,
+    Done,
+    Failure,
+    Fork,
+    GeometryFields,
+    Observe,
+    PageEntry,
+    Pin,
+    Plan,
+    Reserve,
+    Reserved,
+    Result,
+    SessionOptions,
+    SessionState,
+    Table,
+    TableState,
+)
+from tierkv.regions import Region, Run, parse_region
+from tierkv.rows import PageRows, PageTable
+from tierkv.table import Kind, lay_out, pages_needed
+
+if (
+    TYPE_CHECKING
+):  # attention imports torch and codecs numba: seconds, which a worker's other calls need not pay
+    from tierkv.attention.contract import PoolView
+
+MAX_UNANSWERED = 256
+"""Commits and observations in flight; `begin` waits beyond."""
+
+LEAST_RETRY_SECONDS = 0.001
+UNTOLD_RETRY_SECONDS = 0.05
+"""Wait before asking again where the daemon named none."""
+
+RETRYABLE = (Backpressure, OwnerUnavailable)
+
+
+class Daemon(Protocol):
+    """What a session needs of its client."""
+
+    timeout: float
+    reserve_ahead: int
+
+    @property
+    def page_tokens(self) -> int: ...
+
+    @property
+    def straddle(self) -> bool: ...
+
+    @property
+    def observe_every(self) -> int: ...
+
+    @property
+    def codec(self) -> str: ...
+
+    def check_process(self) -> None: ...
+
+    def submit(self, call: Call) -> None: ...
+
+    def adopted(self, session: int, version: int) -> None:
+        """A plan is in use: acknowledge it soon."""
+        ...
+
+    def hbm(self) -> NDArray[np.uint8]: ...
+
+    def forget(self, session: int) -> None: ...
+
+    def enroll(self, session: Session) -> None: ...
+
+    def unavailable(self, what: str) -> OwnerUnavailable:
+        """The error for a wait that ended without an answer."""
+        ...
+
+
+class _Span(NamedTuple):
+    """Tentative tokens of one region; `labelled` by the caller, not by default."""
+
+    region: Region
+    tokens: int
+    labelled: bool
+
+
+class Session:
+    """Made by `Client.open` and `Session.fork`."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        table: TableState,
+        geometry: Geometry,
+        model_id: str,
+        options: SessionOptions,
+        step: int = 0,
+    ) -> None:
+        self.id = table.session
+        self.geometry = geometry
+        self.model_id = model_id
+        self.options = options
+        self.observe_every = daemon.observe_every
+        self.step = step
+        """Decode steps so far (MemDecay's t)."""
+        self.lost: list[tuple[int, int]] = []
+        """Token ranges that no replica holds: `crop` below them and prefill again."""
+        self._daemon = daemon
+        self._changed = threading.Condition(threading.RLock())
+        self._labels: deque[Run] = deque()
+        self._spans: list[_Span] = []
+        self._plans: list[Plan] = []
+        self._pins: list[Pin] = []
+        self._in_step = False
+        self._closed = False
+        self._error: TierKVError | None = None
+        self._broken: TierKVError | None = None
+        self._numbers = 0
+        self._unanswered = 0
+        self._reserving = False
+        self._cropping = False
+        self._refusal: TierKVError | None = None
+        self._retry_at = 0.0
+        self._view: PoolView | None = None
+        self._horizon = 0
+        self._install(table)
+
+    # Table -------------------------------------------------------------------------------------------------------
+
+    @property
+    def horizon(self) -> int:
+        """Committed tokens."""
+        return self._horizon
+
+    @property
+    def length(self) -> int:
+        """Committed and tentative tokens."""
+        return self._table.tokens
+
+    @property
+    def version(self) -> int:
+        """Version of the page table in use."""
+        return self._version
+
+    @property
+    def pool(self) -> PoolView:
+        """The HBM pool as attention reads it."""
+        view = self._view
+        if view is None:
+            from tierkv import quant
+            from tierkv.attention.contract import PoolView
+
+            codec = quant.get(self._daemon.codec)
+            data = self._daemon.hbm()
+            state = codec_state(data, self._codec_state, codec.state_floats(self.geometry))
+            view = self._view = PoolView(data, self.geometry, codec, state)
+        return view
+
+    def slots(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """For each token of `[start, stop)`: byte offset of its page in the pool, and its slot in the page.
+
+        Raises:
+            ValueError: a token is not in an exact HBM page (newly begun ones always are).
+        """
+        with self._changed:
+            if not 0 <= start <= stop <= self.length:
+                raise ValueError(f"tokens [{start}, {stop}) are not within the session's {self.length}")
+            return self._table.slots(start, stop)
+
+    def rows(self, stop: int) -> PageRows:
+        """Attendable pages that hold tokens `[0, stop)`, in token order; the arrays are the caller's."""
+        with self._changed:
+            return self._table.rows(stop)
+
+    # Steps -------------------------------------------------------------------------------------------------------
+
+    def label(self, region: str | Region, tokens: int) -> None:
+        """Region of the next `tokens` tokens, after those labelled already. Raises `UnknownRegion`."""
+        if tokens > 0:
+            with self._changed:
+                self._labels.append(Run(parse_region(region), tokens))
+
+    def begin(self, tokens: int) -> None:
+        """A step of `tokens` new tentative tokens: adopt plans, and take (or wait for) reserved pages.
+
+        Raises:
+            PagesLost: ranges that must be prefilled again, until `crop` removes them.
+            Backpressure: no room was made before the client's timeout.
+            OutOfCapacity: there will be none.
+            OwnerUnavailable: no daemon answered before the client's timeout.
+            TierKVError: an earlier commit or observation of this session failed.
+        """
+        deadline = time.monotonic() + self._daemon.timeout
+        with self._changed:
+            self._refusal = None
+            while True:
+                self._check()
+                self._raise_earlier()
+                self._adopt()
+                spans = self._next_spans(tokens)
+                runs = [Run(span.region, span.tokens) for span in spans]
+                missing = pages_needed(*self._tail(), runs, *self._rule()) - len(self._blanks)
+                if missing <= 0 and self._unanswered < MAX_UNANSWERED:
+                    break
+                self._wait_for_pages(missing, deadline)
+            self._in_step = True
+            self._lay_out(spans, runs)
+
+    def commit(self, token_ids: NDArray[np.int32] | None = None, *, steps: int = 0) -> None:
+        """All tentative tokens become final. Not waited for.
+
+        Args:
+            token_ids: int32 ids of the tokens committed, for prefix sharing.
+            steps: decode steps that this took; 0 for a prefill chunk, 1 for a decode step.
+        """
+        with self._changed:
+            self._check()
+            fresh = self.length - self._horizon
+            if token_ids is not None and len(token_ids) != fresh:
+                raise RequestError(
+                    f"{len(token_ids)} token ids for {fresh} tentative tokens; give one each, or none"
+                )
+            if not fresh and not steps:
+                return
+            ids = b"" if token_ids is None else np.ascontiguousarray(token_ids, "<i4").tobytes()
+            runs = _joined(self._spans)
+            self._spans.clear()
+            self._horizon = self.length
+            self.step += steps
+            self._submit(Commit(self.id, self._horizon, runs, steps, ids), [], fatal=True)
+
+    def observe(self, mass: NDArray[np.float32]) -> None:
+        """Report attention mass of tokens `[0, length)`, averaged over heads and layers; NaN where not attended.
+
+        Not waited for. Only committed tokens are reported, and one observation a decode step counts.
+        """
+        with self._changed:
+            self._check()
+            if len(mass) != self.length:
+                raise RequestError(f"mass of {len(mass)} tokens for a session of {self.length}")
+            if self._horizon:
+                raw = np.ascontiguousarray(mass[: self._horizon], "<f2").tobytes()
+                self._submit(Observe(self.id, self.step, self._horizon), [raw], fatal=False)
+
+    def end(self) -> None:
+        """The step is over: until the next `begin`, the client's thread may adopt plans."""
+        with self._changed:
+            self._in_step = False
+            self._adopt()
+            self._reserve_ahead()
+            self._changed.notify_all()
+
+    def rollback(self, length: int) -> None:
+        """Forget tentative tokens from `length` on. Labels that the caller gave them wait for the next tokens again."""
+        with self._changed:
+            self._check()
+            if not self._horizon <= length <= self.length:
+                raise RequestError(
+                    f"rollback to {length}; tentative are tokens [{self._horizon}, {self.length}): use crop below"
+                )
+            self._drop_spans(self.length - length)
+            gone = self._table.cut(length)
+            self._blanks.extendleft(BlankPage(page, offset) for page, offset in reversed(gone))
+
+    # Requests that are waited for --------------------------------------------------------------------------------
+
+    def crop(self, length: int) -> None:
+        """Forget tokens from `length` on, below the horizon too (the daemon may have to copy a page for that)."""
+        deadline = time.monotonic() + self._daemon.timeout
+        answer: Future[Result] = Future()
+        with self._changed:
+            self._check()
+            if not 0 <= length <= self.length:
+                raise RequestError(f"crop to {length} of {self.length} tokens")
+            if length >= self._horizon:
+                self.rollback(length)
+                return
+            self.rollback(self._horizon)
+            self._cropping = True
+            try:
+                self._settle(deadline)
+                self._daemon.submit(
+                    Call(Crop(self.id, length), lambda result: self._cropped(result, answer), self.id)
+                )
+            except BaseException:
+                self._cropping = False
+                raise
+        self._result(answer, deadline, "crop")
+
+    def fork(self) -> Session:
+        """A session that shares the committed pages and goes its own way. Tentative tokens are not in it."""
+        deadline = time.monotonic() + self._daemon.timeout
+        child: Future[Session] = Future()
+        with self._changed:
+            self._check()
+            self._raise_earlier()
+            step, pins = self.step, list(self._pins)
+
+        def forked(result: Result) -> None:
+            if not isinstance(result, Table):
+                refuse(child, failed(result))
+                return
+            session = Session(self._daemon, result.table, self.geometry, self.model_id, self.options, step)
+            session._pins = [Pin(session.id, pin.start, pin.stop, pin.level) for pin in pins]
+            hand_over(self._daemon, session, child)
+
+        self._daemon.submit(Call(Fork(self.id), forked, self.id, deadline=deadline))
+        return wait(child, deadline, self._daemon, "fork")
+
+    def pin(self, start: int, stop: int, level: str = "attendable") -> None:
+        """Keep pages that hold tokens `[start, stop)` `attendable` or `exact`; `none` lifts the pin."""
+        deadline = time.monotonic() + self._daemon.timeout
+        answer: Future[Result] = Future()
+        with self._changed:
+            self._check()
+            op = Pin(self.id, start, stop, level)
+            self._daemon.submit(Call(op, partial(give, answer), self.id))
+        self._result(answer, deadline, "pin")
+        with self._changed:
+            self._pins = [p for p in self._pins if not start <= p.start <= p.stop <= stop]
+            if level != "none":
+                self._pins.append(op)
+
+    def close(self) -> None:
+        """Give every page back. Not waited for; closing twice does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._daemon.check_process()
+            self._closed = True
+            self._in_step = False
+            self._daemon.forget(self.id)
+            if self._broken is None or not isinstance(self._broken, PagesLost):
+                self._daemon.submit(Call(Close(self.id), lambda result: None, self.id))
+            self._changed.notify_all()
+
+    # For the client's thread -------------------------------------------------------------------------------------
+
+    def offer(self, plan: Plan) -> None:
+        """A plan arrived: adopted now when the session is between steps, else at the next `begin`."""
+        with self._changed:
+            self._plans.append(plan)
+            if not self._in_step:
+                self._adopt()
+            self._changed.notify_all()
+
+    def state(self) -> tuple[SessionState, int]:
+        """What a new owner adopts, and the number of the last commit or observation that it contains.
+
+        Plans of the dead owner that were not adopted are dropped: nobody will reuse what they would have freed.
+        """
+        with self._changed:
+            self._plans.clear()
+            rows = self._table.entries(self._horizon)
+            blanks = [BlankPage(page, offset) for page, offset in self._table.after(self._horizon)]
+            table = TableState(
+                self.id, self._version, self._horizon, rows, blanks + list(self._blanks), self._codec_state,
+                len(rows) > self._sealed_rows,
+            )  # fmt: skip
+            g = self.geometry
+            fields = GeometryFields(g.num_layers, g.num_kv_heads, g.head_dim, g.dtype, g.page_tokens)
+            return SessionState(table, self.model_id, fields, self.options, self.step), self._numbers
+
+    def carried_over(self, lost: Iterable[tuple[int, int]]) -> None:
+        """A new owner adopted the session, but for `lost`. Pins of token ranges are told again."""
+        with self._changed:
+            self.lost += lost
+            for pin in self._pins:
+                self._daemon.submit(Call(pin, lambda result: None, self.id))
+
+    def break_off(self, error: TierKVError) -> None:
+        """Nothing of the session is left: every further step raises `error`."""
+        with self._changed:
+            self._broken = error
+            self._plans.clear()
+            self._changed.notify_all()
+
+    # Inside ------------------------------------------------------------------------------------------------------
+
+    def _install(self, table: TableState) -> None:
+        self._table = PageTable()
+        for entry in table.pages:
+            self._table.append(entry)
+        self._sealed_rows = self._table.length - int(table.tail_open)
+        self._horizon = table.length
+        self._blanks: deque[BlankPage] = deque(table.blanks)
+        self._version = table.version
+        self._codec_state = table.codec_state
+        self._view = None
+        self._plans = [plan for plan in self._plans if plan.version > self._version]
+
+    def _adopt(self) -> None:
+        if not self._plans:
+            return
+        for plan in self._plans:
+            if plan.version <= self._version:
+                continue
+            for change in plan.changes:
+                self._table.change(change)
+            self._version = plan.version
+            if plan.codec_state != self._codec_state:
+                self._codec_state = plan.codec_state
+                self._view = None
+        self._plans.clear()
+        self._daemon.adopted(self.id, self._version)
+
+    def _check(self) -> None:
+        self._daemon.check_process()
+        if self._closed:
+            raise UnknownSession(f"session {self.id} is closed")
+
+    def _raise_earlier(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self.lost:
+            raise PagesLost(
+                f"the daemon lost tokens {self.lost} of session {self.id}: crop to {self.lost[0][0]} and prefill again",
+                tuple(self.lost),
+            )
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _rule(self) -> tuple[int, bool]:
+        return self._daemon.page_tokens, self._daemon.straddle
+
+    def _tail(self) -> tuple[Region | None, int]:
+        return self._table.last() if self._table.length > self._sealed_rows else (None, 0)
+
+    def _next_spans(self, tokens: int) -> list[_Span]:
+        spans, left = [], tokens
+        for run in self._labels:
+            take = min(left, run.tokens)
+            if take:
+                spans.append(_Span(run.region, take, True))
+                left -= take
+        if left:
+            spans.append(_Span(Region.USER if tokens > 1 else Region.SCRATCHPAD, left, False))
+        return spans
+
+    def _lay_out(self, spans: list[_Span], runs: list[Run]) -> None:
+        for span in spans:
+            if span.labelled:
+                run = self._labels.popleft()
+                if run.tokens > span.tokens:
+                    self._labels.appendleft(Run(run.region, run.tokens - span.tokens))
+        for place in lay_out(*self._tail(), runs, *self._rule()):
+            if place.fresh:
+                blank = self._blanks.popleft()
+                self._table.append(PageEntry(blank.page, place.region, 0, Kind.EXACT, blank.offset))
+            self._table.grow_last(place.tokens)
+        self._spans += spans
+
+    def _drop_spans(self, tokens: int) -> None:
+        while tokens:
+            span = self._spans.pop()
+            take = min(tokens, span.tokens)
+            tokens -= take
+            if span.tokens > take:
+                self._spans.append(span._replace(tokens=span.tokens - take))
+            if span.labelled:
+                self._labels.appendleft(Run(span.region, take))
+
+    def _wait_for_pages(self, missing: int, deadline: float) -> None:
+        """Ask for pages, or wait for what was asked; one request at a time, so that blanks keep their order."""
+        now = time.monotonic()
+        if self._refusal is not None and not isinstance(self._refusal, RETRYABLE):
+            raise self._refusal
+        if now >= deadline:
+            raise self._refusal or self._daemon.unavailable(f"{missing} pages for session {self.id}")
+        if missing > 0 and not self._reserving and now >= self._retry_at:
+            self._reserve(missing)
+        wake = deadline if self._reserving or missing <= 0 else min(deadline, self._retry_at)
+        self._changed.wait(max(LEAST_RETRY_SECONDS, wake - now))
+
+    def _reserve_ahead(self) -> None:
+        missing = self._daemon.reserve_ahead - len(self._blanks)
+        usable = not (self._closed or self._cropping or self._reserving or self._broken)
+        if missing > 0 and usable and time.monotonic() >= self._retry_at:
+            self._reserve(missing)
+
+    def _reserve(self, pages: int) -> None:
+        self._reserving = True
+        self._daemon.submit(Call(Reserve(self.id, pages), self._reserved, self.id))
+
+    def _reserved(self, result: Result) -> None:
+        with self._changed:
+            self._reserving = False
+            if isinstance(result, Reserved):
+                self._blanks.extend(result.blanks)
+                self._refusal = None
+            else:
+                self._refusal = failed(result)
+                told = (
+                    self._refusal.retry_after
+                    if isinstance(self._refusal, Backpressure)
+                    else UNTOLD_RETRY_SECONDS
+                )
+                self._retry_at = time.monotonic() + max(told, LEAST_RETRY_SECONDS)
+            self._changed.notify_all()
+
+    def _submit(self, op: Commit | Observe, buffers: list[bytes], fatal: bool) -> None:
+        self._numbers += 1
+        self._unanswered += 1
+        self._daemon.submit(
+            Call(op, lambda result: self._answered(result, fatal), self.id, self._numbers, buffers)
+        )
+
+    def _answered(self, result: Result, fatal: bool) -> None:
+        """A failed commit breaks the session, whose table is not the daemon's any more; an observation is told once."""
+        with self._changed:
+            self._unanswered -= 1
+            if isinstance(result, Failure) and not self._closed:
+                error = from_wire(result.code, result.message, result.retry_after)
+                if fatal:
+                    self._broken = self._broken or error
+                else:
+                    self._error = error
+            self._changed.notify_all()
+
+    def _settle(self, deadline: float) -> None:
+        """Wait until everything that was asked before is answered."""
+        while self._reserving or self._unanswered:
+            if time.monotonic() >= deadline:
+                raise self._daemon.unavailable(f"earlier requests of session {self.id}")
+            self._changed.wait(max(LEAST_RETRY_SECONDS, deadline - time.monotonic()))
+
+    def _cropped(self, result: Result, answer: Future[Result]) -> None:
+        with self._changed:
+            self._cropping = False
+            if isinstance(result, Table):
+                self._install(result.table)
+                self.lost = [
+                    (start, min(stop, self._horizon)) for start, stop in self.lost if start < self._horizon
+                ]
+                self._pins = [p for p in self._pins if p.start < self._horizon]
+                self._daemon.adopted(self.id, self._version)
+        give(answer, result)
+
+    def _result(self, answer: Future[Result], deadline: float, what: str) -> None:
+        result = wait(answer, deadline, self._daemon, what)
+        if not isinstance(result, (Done, Table)):
+            raise failed(result)
+
+
+T = TypeVar("T")
+
+
+def wait(answer: Future[T], deadline: float, daemon: Daemon, what: str) -> T:
+    """The answer; `OwnerUnavailable` when the deadline passes first."""
+    try:
+        return answer.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        if answer.cancel():
+            raise daemon.unavailable(what) from None
+        return answer.result()  # it came in this very moment
+
+
+def give(answer: Future[T], value: T) -> bool:
+    """Set the answer, unless nobody waits any more."""
+    if not answer.set_running_or_notify_cancel():
+        return False
+    answer.set_result(value)
+    return True
+
+
+def refuse(answer: Future[T], error: TierKVError) -> None:
+    if answer.set_running_or_notify_cancel():
+        answer.set_exception(error)
+
+
+def hand_over(daemon: Daemon, session: Session, answer: Future[Session]) -> None:
+    """Give the caller its session; close it again when the caller has stopped waiting."""
+    daemon.enroll(session)
+    if not give(answer, session):
+        session.close()
+
+
+def failed(result: Result) -> TierKVError:
+    """The error that an answer means."""
+    if isinstance(result, Failure):
+        return from_wire(result.code, result.message, result.retry_after)
+    return TierKVError(f"the daemon answered with {type(result).__name__}, which was not asked for")
+
+
+def _joined(spans: list[_Span]) -> list[tuple[int, int]]:
+    """Runs for the wire: neighbours of one region are one."""
+    runs: list[tuple[int, int]] = []
+    for span in spans:
+        if runs and runs[-1][0] == span.region:
+            runs[-1] = (runs[-1][0], runs[-1][1] + span.tokens)
+        else:
+            runs.append((int(span.region), span.tokens))
+    return runs
