@@ -1,1 +1,28 @@
+"""Attention over pages. `get` makes an implementation of `contract.PagedAttention`."""
 
+from __future__ import annotations
+
+from tierkv.attention.contract import Attended, PagedAttention, Pages, PoolView
+from tierkv.errors import ConfigError
+
+NAMES = ("reference", "cpu")
+
+
+def get(name: str = "cpu") -> PagedAttention:
+    """A new instance of the implementation `name`.
+
+    Raises:
+        ConfigError: there is no such implementation, or the kernels' threads cannot start.
+    """
+    if name == "cpu":
+        from tierkv.attention.cpu import CpuAttention
+
+        return CpuAttention()
+    if name == "reference":
+        from tierkv.attention.reference import ReferenceAttention
+
+        return ReferenceAttention()
+    raise ConfigError(f"attention {name!r} is not one of {', '.join(NAMES)}")
+
+
+__all__ = ["NAMES", "Attended", "PagedAttention", "Pages", "PoolView", "get"]

@@ -1,0 +1,169 @@
+"""Attention over pages on CPU cores: numba kernels that read pages in place, without the GIL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tierkv.attention.contract import Attended, Pages, PoolView
+from tierkv.attention.decode_kernels import decode as decode_kernel
+from tierkv.attention.mass_kernels import add_page_mass, add_token_mass
+from tierkv.attention.online_softmax import Floats, Words
+from tierkv.attention.page_kernels import read_block, store_narrowed, store_words
+from tierkv.attention.prefill import BLOCK_TOKENS, Block, attend
+from tierkv.numba_setup import ensure_threading_layer, thread_count
+
+NO_MASS = np.zeros(0, np.float32)
+NO_PAGES = np.zeros((0, 0), np.float32)
+NO_LOGITS = np.zeros((0, 0, 0), np.float32)
+
+TORCH_DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+WORD = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+
+
+class Scratch:
+    """Working memory of `decode` for one thread and one shape; see `decode_kernels` for the arrays' meaning."""
+
+    def __init__(self, rows: int, q_heads: int, kv_heads: int, head_dim: int, page_tokens: int) -> None:
+        group, lanes = q_heads // kv_heads, thread_count()
+        segments = rows * kv_heads + lanes
+        self.shape = (rows, q_heads, kv_heads, head_dim, page_tokens)
+        self.arrays = (
+            np.empty((lanes, page_tokens * head_dim), np.float32),  # blocks
+            np.empty((lanes, group, page_tokens), np.float32),  # weights
+            np.empty((lanes, group, head_dim), np.float32),  # low_query
+            np.empty((lanes, group), np.float32),  # low_bias
+            np.empty((segments, group), np.float32),  # tops
+            np.empty((segments, group), np.float32),  # totals
+            np.empty((segments, group, head_dim), np.float32),  # exact_sums
+            np.empty((segments, group, head_dim), np.float32),  # low_sums
+            np.empty(segments, np.bool_),  # has_low
+        )
+        self._logits = NO_LOGITS
+        self._page_sums = np.zeros((2, 0, 0), np.float32)
+
+    def logits(self, pages: int) -> Floats:
+        """`[pages, q_heads, page_tokens]`; grows by halves, because a sequence grows by a page at a time."""
+        if len(self._logits) < pages:
+            self._logits = np.empty((pages + pages // 2, self.shape[1], self.shape[4]), np.float32)
+        return self._logits[:pages]
+
+    def page_sums(self, pages: int) -> tuple[Floats, Floats]:
+        """Tops and totals of each page, `[pages, q_heads]` each."""
+        if self._page_sums.shape[1] < pages:
+            self._page_sums = np.empty((2, pages + pages // 2, self.shape[1]), np.float32)
+        return self._page_sums[0, :pages], self._page_sums[1, :pages]
+
+
+class CpuAttention:
+    """`PagedAttention` on all cores of this process. One instance may be used by several threads."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        ensure_threading_layer()
+        self._local = threading.local()
+
+    def write(
+        self, pool: PoolView, layer: int, offsets: NDArray[np.int64], slots: NDArray[np.int32],
+        keys: torch.Tensor, values: torch.Tensor,
+    ) -> None:  # fmt: skip
+        geometry = pool.geometry
+        words = _words(pool)
+        if keys.dtype == values.dtype == TORCH_DTYPE[geometry.dtype]:
+            bits = torch.int32 if geometry.item_bytes == 4 else torch.int16
+            k, v = (x.detach().contiguous().view(bits).numpy().view(words.dtype) for x in (keys, values))
+            store_words(words, layer, geometry.page_tokens, offsets, slots, k, v)
+        elif geometry.dtype == "float32":
+            k, v = _floats(keys).view(np.uint32), _floats(values).view(np.uint32)
+            store_words(words, layer, geometry.page_tokens, offsets, slots, k, v)
+        else:
+            store_narrowed(
+                words, geometry.dtype == "bfloat16", layer, geometry.page_tokens, offsets, slots,
+                _floats(keys), _floats(values),
+            )  # fmt: skip
+
+    def decode(
+        self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
+        page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
+    ) -> Attended:  # fmt: skip
+        rows, q_heads, head_dim = query.shape
+        geometry = pool.geometry
+        scratch = self._scratch(rows, q_heads, geometry.num_kv_heads, head_dim, geometry.page_tokens)
+        count = len(pages.offsets)
+        logits = NO_LOGITS if token_mass is None else scratch.logits(count)
+        by_page = page_mass is not None and token_mass is None
+        page_tops, page_totals = scratch.page_sums(count) if by_page else (NO_PAGES, NO_PAGES)
+        out = np.empty((rows, q_heads, head_dim), np.float32)
+        log_sum_exp = np.empty((rows, q_heads), np.float32)
+        decode_kernel(
+            _floats(query), _words(pool), np.asarray(pool.data), geometry.dtype == "bfloat16",
+            pool.codec.code, pool.codec_state, layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
+            pages.offsets, pages.kinds, pages.counts, pages.row_starts,
+            *scratch.arrays, page_tops, page_totals, logits, out, log_sum_exp,
+        )  # fmt: skip
+        if token_mass is not None:
+            add_token_mass(
+                logits, pages.counts, pages.token_starts, pages.row_starts, log_sum_exp, thread_count(),
+                token_mass, NO_MASS if page_mass is None else page_mass,
+            )  # fmt: skip
+        elif page_mass is not None:
+            add_page_mass(page_tops, page_totals, pages.row_starts, log_sum_exp, page_mass)
+        return Attended(torch.from_numpy(out), torch.from_numpy(log_sum_exp))
+
+    def prefill(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
+        layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
+    ) -> Attended:  # fmt: skip
+        return attend(
+            query,
+            keys,
+            values,
+            scale,
+            lambda: self._blocks(pool, pages, layer),
+            pages.total_tokens,
+            token_mass,
+            window,
+        )
+
+    def _blocks(self, pool: PoolView, pages: Pages, layer: int) -> Iterator[Block]:
+        """The pages' keys and values, a bounded number of tokens at a time."""
+        geometry = pool.geometry
+        step = max(1, BLOCK_TOKENS // geometry.page_tokens)
+        for first in range(0, len(pages.offsets), step):
+            part = slice(first, first + step)
+            counts = pages.counts[part]
+            places = np.cumsum(counts, dtype=np.int64) - counts
+            total = int(counts.sum())
+            keys = np.empty((geometry.num_kv_heads, total, geometry.head_dim), np.float32)
+            values = np.empty_like(keys)
+            read_block(
+                _words(pool), np.asarray(pool.data), geometry.dtype == "bfloat16", pool.codec.code, pool.codec_state,
+                layer, geometry.num_layers, geometry.num_kv_heads, geometry.page_tokens,
+                pages.offsets[part], pages.kinds[part], counts, places, thread_count(), keys, values,
+            )  # fmt: skip
+            tokens = np.repeat(pages.token_starts[part] - places, counts) + np.arange(total, dtype=np.int64)
+            yield Block(torch.from_numpy(keys), torch.from_numpy(values), tokens)
+
+    def _scratch(self, *shape: int) -> Scratch:
+        """This thread's working memory; a new shape replaces it."""
+        scratch: Scratch | None = getattr(self._local, "scratch", None)
+        if scratch is None or scratch.shape != shape:
+            scratch = self._local.scratch = Scratch(*shape)
+        return scratch
+
+
+def _floats(tensor: torch.Tensor) -> Floats:
+    """Contiguous float32 of any float tensor; no copy if it is that already."""
+    floats: Floats = tensor.detach().to(torch.float32).contiguous().numpy()
+    return floats
+
+
+def _words(pool: PoolView) -> Words:
+    """The pool as page words: uint32 for float32 pages, uint16 for the half types."""
+    words: Words = np.asarray(pool.data).view(WORD[pool.geometry.dtype])
+    return words

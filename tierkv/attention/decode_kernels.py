@@ -1,0 +1,258 @@
+"""The decode kernel: all rows and KV heads of one layer in one parallel call, over exact and low-bit pages in place.
+
+The work is a line of units: row by row, KV head by KV head, page by page. It is cut into one equal piece a core
+("lane"), wherever that falls, so that three heads keep two cores busy. What a lane attends of one (row, head)
+pair is a *segment*: an online softmax over its pages, for all query heads of the KV head. A pair's segments are
+then merged. Pair `i` and lane `j` meet in segment number `i + j`, which no other pair and lane share.
+
+Weighted values of exact and of low-bit pages are summed apart: the latter stay in the codec's own (rotated) space
+and leave it once, at the end.
+
+Arrays that several kernels share:
+
+    query, out            [rows, q_heads, head_dim]; in segment kernels `[group, head_dim]` of one row and KV head
+    words, packed         the whole pool, as page words (uint16 or uint32) and as bytes
+    offsets, kinds, counts, row_starts      the batch's pages (`contract.Pages`)
+    blocks                [lanes, page_tokens * head_dim]    scratch: keys or values of the exact page at hand
+    weights               [lanes, group, page_tokens]        scratch: logits, then weights, of the page at hand
+    low_query, low_bias   [lanes, group, head_dim], [lanes, group]    scratch: the query as the codec wants it
+    tops, totals          [segments, group]           the largest logit; the sum of exp(logit - top)
+    exact_sums, low_sums  [segments, group, head_dim] weighted values, not yet divided by the total
+    has_low               [segments]                  whether `low_sums` holds anything
+    page_tops, page_totals    [pages, q_heads] or empty: top and total of each page, for page masses
+    logits                [pages, q_heads, page_tokens] or empty: every scaled logit, for token masses
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import prange
+from numpy.typing import NDArray
+
+from tierkv.attention.online_softmax import (
+    MINUS_INFINITY,
+    ZERO,
+    Floats,
+    Words,
+    exact_logits,
+    exact_values,
+    exp_in_place,
+    exp_negative,
+    scale_and_top,
+    scale_row,
+    shift,
+    total_of,
+    widen_into,
+)
+from tierkv.numba_setup import kernel
+from tierkv.quant.fused import finish_values, page_logits, page_values, prepare_query
+from tierkv.table import Kind
+
+Bytes = NDArray[np.uint8]
+Flags = NDArray[np.bool_]
+
+EXACT = int(Kind.EXACT)
+FUSED_GROUP = 16
+"""Query heads that the codecs' fused kernels take at once."""
+
+
+@kernel(fastmath=True)
+def attend_segment(
+    query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
+    layer: int, num_layers: int, kv_heads: int, head: int, scale: np.float32,
+    offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], first: int, last: int,
+    block: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    tops: Floats, totals: Floats, exact_sum: Floats, low_sum: Floats, has_low: Flags,
+    page_tops: Floats, page_totals: Floats, logits: Floats,
+) -> None:  # fmt: skip
+    """Pages `[first, last)` of one row and KV head, for its `group` query heads; `has_low` is `[1]`."""
+    group, dim = query.shape
+    page_tokens = weights.shape[1]
+    keys_at = (layer * 2 * kv_heads + head) * page_tokens * dim
+    values_at = keys_at + kv_heads * page_tokens * dim
+    flat_weights = weights.reshape(group * page_tokens)
+    low_ready = False
+    tops[:] = MINUS_INFINITY
+    totals[:] = ZERO
+    exact_sum[:] = ZERO
+    low_sum[:] = ZERO
+    for page in range(first, last):
+        count = counts[page]
+        exact = kinds[page] == EXACT
+        start = offsets[page] // words.itemsize
+        low = packed[offsets[page] :]
+        if exact:
+            widen_into(words[start + keys_at : start + keys_at + count * dim], is_bfloat16, block)
+            exact_logits(query, block, count, weights)
+        else:
+            for g in range(0, group, FUSED_GROUP):
+                end = min(group, g + FUSED_GROUP)
+                if not low_ready:
+                    prepare_query(
+                        code, query[g:end], layer, head, num_layers, kv_heads, page_tokens, dim, state,
+                        low_query[g:end], low_bias[g:end],
+                    )  # fmt: skip
+                page_logits(
+                    code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
+                    low_query[g:end], low_bias[g:end], weights[g:end],
+                )  # fmt: skip
+            low_ready = True
+        for g in range(group):
+            row = weights[g]
+            top = scale_and_top(row, count, scale)
+            if logits.shape[0] > 0:
+                logits[page, head * group + g, :count] = row[:count]
+            if top > tops[g]:
+                shrink = exp_negative(tops[g] - top)
+                tops[g] = top
+                totals[g] *= shrink
+                scale_row(exact_sum[g], shrink)
+                scale_row(low_sum[g], shrink)
+            shift(row, count, tops[g])
+        exp_in_place(flat_weights)
+        for g in range(group):
+            mass = total_of(weights[g])
+            totals[g] += mass
+            if page_totals.shape[0] > 0:
+                page_tops[page, head * group + g] = tops[g]
+                page_totals[page, head * group + g] = mass
+        if exact:
+            widen_into(words[start + values_at : start + values_at + count * dim], is_bfloat16, block)
+            exact_values(weights, block, count, exact_sum)
+        else:
+            for g in range(0, group, FUSED_GROUP):
+                end = min(group, g + FUSED_GROUP)
+                page_values(
+                    code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
+                    weights[g:end], low_sum[g:end],
+                )  # fmt: skip
+    has_low[0] = low_ready
+
+
+@kernel()
+def attend_lane(
+    lane: int, piece: int,
+    query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
+    layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
+    blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
+    page_tops: Floats, page_totals: Floats, logits: Floats,
+) -> None:  # fmt: skip
+    """The units `[lane * piece, (lane + 1) * piece)` of the line, one segment after the other."""
+    rows, q_heads, _ = query.shape
+    group = q_heads // kv_heads
+    unit, stop, row = lane * piece, min(row_starts[rows] * kv_heads, (lane + 1) * piece), 0
+    while unit < stop:
+        while row_starts[row + 1] * kv_heads <= unit:
+            row += 1
+        pages = row_starts[row + 1] - row_starts[row]
+        within = unit - row_starts[row] * kv_heads
+        head = within // pages
+        first = row_starts[row] + within % pages
+        last = min(row_starts[row + 1], first + stop - unit)
+        i = row * kv_heads + head + lane
+        attend_segment(
+            query[row, head * group : (head + 1) * group], words, packed, is_bfloat16, code, state,
+            layer, num_layers, kv_heads, head, scale, offsets, kinds, counts, first, last,
+            blocks[lane], weights[lane], low_query[lane], low_bias[lane],
+            tops[i], totals[i], exact_sums[i], low_sums[i], has_low[i : i + 1], page_tops, page_totals, logits,
+        )  # fmt: skip
+        unit += last - first
+
+
+@kernel(fastmath=True)
+def merge_segments(
+    first: int, last: int, code: int, layer: int, num_layers: int, kv_heads: int, head: int, page_tokens: int,
+    tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
+    out: Floats, log_sum_exp: Floats,
+) -> None:  # fmt: skip
+    """Segments `[first, last)`, all of one pair, into `out` `[group, head_dim]` and `log_sum_exp` `[group]`.
+
+    Low-bit sums are gathered in the first segment that has one.
+    """
+    group, dim = out.shape
+    low_at = -1
+    for i in range(last - 1, first - 1, -1):
+        low_at = i if has_low[i] else low_at
+    for g in range(group):
+        top = MINUS_INFINITY
+        for i in range(first, last):
+            top = tops[i, g] if tops[i, g] > top else top
+        total = ZERO
+        for i in range(first, last):
+            total += exp_negative(tops[i, g] - top) * totals[i, g]
+        log_sum_exp[g] = top + np.float32(math.log(total))
+        row = out[g]
+        row[:] = ZERO
+        for i in range(first, last):
+            share = exp_negative(tops[i, g] - top) / total
+            part = exact_sums[i, g]
+            for d in range(dim):
+                row[d] += share * part[d]
+            if has_low[i]:
+                scale_row(low_sums[i, g], share)
+                if i > low_at:
+                    low_sums[low_at, g] += low_sums[i, g]
+    if low_at >= 0:
+        for g in range(0, group, FUSED_GROUP):
+            end = min(group, g + FUSED_GROUP)
+            finish_values(
+                code, low_sums[low_at, g:end], layer, head, num_layers, kv_heads, page_tokens, dim, out[g:end]
+            )
+
+
+@kernel()
+def finish_pair(
+    pair: int, piece: int, code: int, layer: int, num_layers: int, kv_heads: int, page_tokens: int,
+    row_starts: NDArray[np.int64],
+    tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
+    out: Floats, log_sum_exp: Floats,
+) -> None:  # fmt: skip
+    """Output of one row and KV head from its segments; zeros and -inf for a row without pages."""
+    group = out.shape[1] // kv_heads
+    row, head = pair // kv_heads, pair % kv_heads
+    to = out[row, head * group : (head + 1) * group]
+    to_log = log_sum_exp[row, head * group : (head + 1) * group]
+    pages = row_starts[row + 1] - row_starts[row]
+    if pages == 0:
+        to[:] = ZERO
+        to_log[:] = MINUS_INFINITY
+        return
+    unit = row_starts[row] * kv_heads + head * pages
+    merge_segments(
+        pair + unit // piece, pair + (unit + pages - 1) // piece + 1,
+        code, layer, num_layers, kv_heads, head, page_tokens,
+        tops, totals, exact_sums, low_sums, has_low, to, to_log,
+    )  # fmt: skip
+
+
+@kernel(parallel=True)
+def decode(
+    query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
+    layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
+    blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
+    page_tops: Floats, page_totals: Floats, logits: Floats,
+    out: Floats, log_sum_exp: Floats,
+) -> None:  # fmt: skip
+    """The whole batch; `log_sum_exp` is `[rows, q_heads]`, `lanes` is `blocks.shape[0]`."""
+    rows = query.shape[0]
+    lanes = blocks.shape[0]
+    page_tokens = weights.shape[2]
+    piece = max(1, (row_starts[rows] * kv_heads + lanes - 1) // lanes)
+    for lane in prange(lanes):
+        attend_lane(
+            lane, piece, query, words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, scale,
+            offsets, kinds, counts, row_starts, blocks, weights, low_query, low_bias,
+            tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, logits,
+        )  # fmt: skip
+    # Not worth a second barrier for a few rows: a merge takes microseconds.
+    for pair in range(rows * kv_heads):
+        finish_pair(
+            pair, piece, code, layer, num_layers, kv_heads, page_tokens, row_starts,
+            tops, totals, exact_sums, low_sums, has_low, out, log_sum_exp,
+        )  # fmt: skip
