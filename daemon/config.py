@@ -135,9 +135,9 @@ class DaemonConfig(BaseSettings):
     lease_seconds: Annotated[float, Field(gt=0)] = 10.0
     """Silence after which a worker's pages are quarantined."""
     heartbeat_seconds: Annotated[float, Field(gt=0)] = 1.0
-    min_residency_steps: Annotated[int, Field(ge=0)] = 16
+    min_residency_steps: Annotated[int, Field(ge=0)] = 8
     """Decode steps that a promoted page stays at least."""
-    max_moves_in_flight: Annotated[int, Field(ge=1)] = 8
+    max_moves_in_flight: Annotated[int, Field(ge=1)] = 32
     move_bandwidth: Size = 0
     """Bytes a second that moves may take from decoding; 0 is unbounded."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -266,8 +266,14 @@ def show_size(size: int, page_tokens: int) -> str:
 
 
 def _choices(field: str) -> tuple[str, ...]:
-    """Names that `codec` and `policy` may have."""
-    return {"codec": ("k3v2", "kivi2"), "policy": ("memdecay",)}[field]
+    """Names that `codec` and `policy` may have (imported when asked: both bring kernels)."""
+    if field == "codec":
+        from tierkv.quant import NAMES
+
+        return NAMES
+    from tierkv.daemon.policy import POLICIES
+
+    return tuple(POLICIES)
 
 
 def _from_environment() -> dict[str, object]:

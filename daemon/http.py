@@ -33,6 +33,9 @@ MAX_CLIENTS = 32
 LOOP_STUCK_SECONDS = 5.0
 """Age of the last loop tick beyond which the daemon is not healthy (ticks are tens of milliseconds apart)."""
 
+MOVE_STUCK_SECONDS = 30.0
+"""Time on one move beyond which the daemon is not healthy (a page takes milliseconds; a first one compiles kernels)."""
+
 
 class Verdict(NamedTuple):
     """`reason` is empty exactly when all is well."""
@@ -64,12 +67,23 @@ class Source(Protocol):
         ...
 
 
-def loop_verdict(tick_age: float, mover_alive: bool) -> Verdict:
-    """Health from the two things that can be stuck: the loop (seconds since its last tick) and the mover."""
+def loop_verdict(tick_age: float, mover_alive: bool, mover_busy: float, attach_alive: bool) -> Verdict:
+    """Health from what can be stuck or dead.
+
+    Args:
+        tick_age: seconds since the loop's last tick.
+        mover_busy: seconds that the mover has spent on its present move.
+    """
     if tick_age > LOOP_STUCK_SECONDS:
         return Verdict(f"the loop has not ticked for {tick_age:.1f} s (allowed: {LOOP_STUCK_SECONDS:g} s)")
     if not mover_alive:
-        return Verdict("the mover thread has ended: no page can change its tier; restart the daemon")
+        return Verdict("the mover thread has ended: no page can change its tier")
+    if mover_busy > MOVE_STUCK_SECONDS:
+        return Verdict(
+            f"the mover has spent {mover_busy:.0f} s on one move (allowed: {MOVE_STUCK_SECONDS:g} s)"
+        )
+    if not attach_alive:
+        return Verdict("the attach thread has ended: no worker can come or be noticed when it dies")
     return Verdict()
 
 

@@ -184,24 +184,24 @@ def read_http(state_dir: Path) -> HttpRecord | None:
     return _read(state_dir / HTTP, HttpRecord)
 
 
-def _refusal(state_dir: Path, holder: Holder | None, config: dict[str, object]) -> str:
-    if holder is None:
-        return f"another daemon is just starting on {state_dir}; wait for it, or choose another --state-dir"
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
-    return (
-        f"the state directory {state_dir} belongs to process {holder.pid} on {holder.host}, which runs since {since}"
-        f"{_compare(holder.config, config)}. Use that daemon, stop it, or choose another --state-dir"
+def differences(theirs: dict[str, object], ours: dict[str, object]) -> str:
+    """`hbm (4096 there, 8192 here), ...` for settings that both have; empty when they agree."""
+    shared = sorted(theirs.keys() & ours.keys())
+    return ", ".join(
+        f"{key} ({theirs[key]!r} there, {ours[key]!r} here)" for key in shared if theirs[key] != ours[key]
     )
 
 
-def _compare(theirs: dict[str, object], ours: dict[str, object]) -> str:
-    shared = sorted(theirs.keys() & ours.keys())
-    differ = [
-        f"{key} ({theirs[key]!r} there, {ours[key]!r} here)" for key in shared if theirs[key] != ours[key]
-    ]
-    if differ:
-        return f"; its configuration differs from yours in {', '.join(differ)}"
-    return "; its configuration is the same as yours" if shared else ""
+def _refusal(state_dir: Path, holder: Holder | None, config: dict[str, object]) -> str:
+    if holder is None:
+        return f"another daemon is just starting on {state_dir}; wait for it, or choose another --state-dir"
+    differ = differences(holder.config, config)
+    compared = f"differs from yours in {differ}" if differ else "is the same as yours"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
+    return (
+        f"the state directory {state_dir} belongs to process {holder.pid} on {holder.host}, which runs since {since}; "
+        f"its configuration {compared}. Use that daemon, stop it, or choose another --state-dir"
+    )
 
 
 def _replace(path: Path, content: bytes) -> None:

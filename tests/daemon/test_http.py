@@ -146,7 +146,19 @@ def test_a_closed_server_listens_no_more(known: Known) -> None:
         urllib.request.urlopen(server.url + "/health", timeout=2)
 
 
-def test_health_is_red_when_the_loop_has_not_ticked_or_the_mover_is_dead() -> None:
-    assert loop_verdict(tick_age=0.1, mover_alive=True).ok
-    assert "has not ticked for 9.0 s" in loop_verdict(tick_age=9.0, mover_alive=True).reason
-    assert "mover" in loop_verdict(tick_age=0.1, mover_alive=False).reason
+@pytest.mark.parametrize(
+    ("tick_age", "mover_alive", "mover_busy", "attach_alive", "said"),
+    [
+        (9.0, True, 0.0, True, "the loop has not ticked for 9.0 s"),
+        (0.1, False, 0.0, True, "the mover thread has ended"),
+        (0.1, True, 61.0, True, "61 s on one move"),
+        (0.1, True, 0.0, False, "the attach thread has ended"),
+    ],
+)
+def test_health_names_the_part_that_is_stuck_or_dead(
+    tick_age: float, mover_alive: bool, mover_busy: float, attach_alive: bool, said: str
+) -> None:
+    assert loop_verdict(0.1, True, 0.0, True).ok
+    verdict = loop_verdict(tick_age, mover_alive, mover_busy, attach_alive)
+    assert not verdict.ok
+    assert said in verdict.reason
