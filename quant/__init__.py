@@ -8,8 +8,9 @@ from __future__ import annotations
 from tierkv.errors import ConfigError
 from tierkv.quant.contract import Codec, NonFiniteValues
 from tierkv.quant.k3v2 import K3V2
+from tierkv.quant.kivi2 import Kivi2
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (K3V2(),)}
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (K3V2(), Kivi2())}
 
 NAMES: tuple[str, ...] = tuple(_CODECS)
 """Every codec's name; the first is the default."""

@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from tierkv.geometry import Geometry
+from tierkv.numba_setup import kernel
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
 KIND: dict[str, int] = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
@@ -169,3 +170,29 @@ def store_float(typingctx: Any, data: Any, offset: Any, value: Any) -> Any:
     if isinstance(data, types.Array) and data.dtype == types.uint8 and isinstance(offset, types.Integer):
         return types.void(data, types.intp, types.float32), emit
     return None
+
+
+_TOP_FLOAT32 = np.float32(np.finfo(np.float32).max)
+_TOP_FLOAT16 = np.float32(np.finfo(np.float16).max)
+_TOP_BFLOAT16 = np.float32(3.3895314e38)
+
+
+@kernel()
+def _clamp(value: np.float32, limit: np.float32) -> np.float32:
+    return min(max(value, -limit), limit)
+
+
+@kernel()
+def store_clamped(
+    words: NDArray[np.uint16] | NDArray[np.uint32], kind: int, row: NDArray[np.float32]
+) -> None:
+    """Round a row of values to the page dtype, saturating instead of overflowing."""
+    if kind == FLOAT16:
+        for channel in range(row.shape[0]):
+            words[channel] = narrow_float16(_clamp(row[channel], _TOP_FLOAT16))
+    elif kind == BFLOAT16:
+        for channel in range(row.shape[0]):
+            words[channel] = narrow_bfloat16(_clamp(row[channel], _TOP_BFLOAT16))
+    else:
+        for channel in range(row.shape[0]):
+            words[channel] = bits_of(_clamp(row[channel], _TOP_FLOAT32))

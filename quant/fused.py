@@ -26,15 +26,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.numba_setup import kernel
-from tierkv.quant import k3v2_fused
+from tierkv.quant import k3v2_fused, kivi2_fused
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-_k3v2_query = k3v2_fused.prepare_query
-_k3v2_logits = k3v2_fused.page_logits
-_k3v2_values = k3v2_fused.page_values
-_k3v2_finish = k3v2_fused.finish_values
+K3V2 = 1
+KIVI2 = 2
+"""Codes of the codecs (`Codec.code`), as constants that kernels can dispatch on."""
+
+_k3v2_query, _kivi2_query = k3v2_fused.prepare_query, kivi2_fused.prepare_query
+_k3v2_logits, _kivi2_logits = k3v2_fused.page_logits, kivi2_fused.page_logits
+_k3v2_values, _kivi2_values = k3v2_fused.page_values, kivi2_fused.page_values
+_k3v2_finish, _kivi2_finish = k3v2_fused.finish_values, kivi2_fused.finish_values
 
 
 @kernel()
@@ -44,7 +48,10 @@ def prepare_query(
     state: Floats, out_q: Floats, out_bias: Floats,
 ) -> None:  # fmt: skip
     """Once per query and KV head: `out_q` and `out_bias` are what `page_logits` wants."""
-    _k3v2_query(query, layer, head, num_heads, state, out_q, out_bias)
+    if code == K3V2:
+        _k3v2_query(query, layer, head, num_heads, state, out_q, out_bias)
+    elif code == KIVI2:
+        _kivi2_query(query, out_q, out_bias)
 
 
 @kernel()
@@ -54,9 +61,14 @@ def page_logits(
     count: int, query: Floats, bias: Floats, logits: Floats,
 ) -> None:  # fmt: skip
     """`logits[:, :count]` = products of the (prepared) queries with the page's first `count` keys."""
-    _k3v2_logits(
-        page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, query, bias, logits
-    )  # fmt: skip
+    if code == K3V2:
+        _k3v2_logits(
+            page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, query, bias, logits
+        )
+    elif code == KIVI2:
+        _kivi2_logits(
+            page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, query, bias, logits
+        )
 
 
 @kernel()
@@ -66,7 +78,10 @@ def page_values(
     count: int, weights: Floats, acc: Floats,
 ) -> None:  # fmt: skip
     """`acc += weights[:, :count] @ values` in the codec's space."""
-    _k3v2_values(page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, weights, acc)
+    if code == K3V2:
+        _k3v2_values(page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, weights, acc)
+    elif code == KIVI2:
+        _kivi2_values(page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, weights, acc)
 
 
 @kernel()
@@ -76,4 +91,7 @@ def finish_values(
     out: Floats,
 ) -> None:  # fmt: skip
     """`out` gets the sums added, in the space of the model; `acc` is used up."""
-    _k3v2_finish(acc, out)
+    if code == K3V2:
+        _k3v2_finish(acc, out)
+    elif code == KIVI2:
+        _kivi2_finish(acc, out)

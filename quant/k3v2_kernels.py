@@ -15,13 +15,10 @@ from numpy.typing import NDArray
 from tierkv.numba_setup import kernel
 from tierkv.quant.floats import (
     BFLOAT16,
-    FLOAT16,
-    bits_of,
     float_of,
     load_float,
     magnitude_bits,
-    narrow_bfloat16,
-    narrow_float16,
+    store_clamped,
     store_float,
     widen,
 )
@@ -39,8 +36,7 @@ _V1, _V2 = LEVELS_4
 _VB1 = BOUNDARIES_4[0]
 
 INFINITY_BITS = np.uint32(0x7F800000)
-LARGEST = {kind: np.float32(top) for kind, top in enumerate((3.4028235e38, 65504.0, 3.3895314e38))}
-_LARGEST_F32, _LARGEST_F16, _LARGEST_BF16 = LARGEST.values()
+_LARGEST_F32 = np.float32(np.finfo(np.float32).max)
 
 MAX_EXPONENT = 126
 """Blocks are scaled by a power of two within 2**-126..2**126, which are all normal numbers."""
@@ -257,25 +253,6 @@ def _value_level(block: Bytes, tokens: int, head_dim: int, token: int, channel: 
 
 
 @kernel()
-def _clamp(value: np.float32, limit: np.float32) -> np.float32:
-    return min(max(value, -limit), limit)
-
-
-@kernel()
-def _store(words: Words, kind: int, layer: int, side: int, head: int, token: int, row: Floats) -> None:
-    """Round a token's row to the page dtype, saturating instead of overflowing."""
-    if kind == FLOAT16:
-        for channel in range(row.shape[0]):
-            words[layer, side, head, token, channel] = narrow_float16(_clamp(row[channel], _LARGEST_F16))
-    elif kind == BFLOAT16:
-        for channel in range(row.shape[0]):
-            words[layer, side, head, token, channel] = narrow_bfloat16(_clamp(row[channel], _LARGEST_BF16))
-    else:
-        for channel in range(row.shape[0]):
-            words[layer, side, head, token, channel] = bits_of(_clamp(row[channel], _LARGEST_F32))
-
-
-@kernel()
 def decode_page(packed: Bytes, count: int, mean: Floats, words: Words, kind: int) -> None:
     """Unpack the first `count` tokens into `words` and zero the others."""
     layers, _, heads, tokens, head_dim = words.shape
@@ -301,4 +278,4 @@ def decode_page(packed: Bytes, count: int, mean: Floats, words: Words, kind: int
                         row[channel] *= sign[channel] * gain
                         if side == 0:
                             row[channel] += mean[layer, head, channel]
-                    _store(words, kind, layer, side, head, token, row)
+                    store_clamped(words[layer, side, head, token], kind, row)

@@ -78,7 +78,7 @@ def _encode_side(x: torch.Tensor, levels: Floats, boundaries: Floats) -> tuple[t
     return torch.ldexp(top, exponent).clamp(max=largest), codes, index, negative
 
 
-def _pack(parts: torch.Tensor, bits: int) -> torch.Tensor:
+def pack_bits(parts: torch.Tensor, bits: int) -> torch.Tensor:
     """Bytes from small integers along the last axis, low bits first."""
     shifts = bits * torch.arange(parts.shape[-1])
     return (parts << shifts).sum(-1).to(torch.uint8)
@@ -100,12 +100,12 @@ def encode(geometry: Geometry, exact: Bytes, count: int, mean: Floats) -> Bytes:
     magnitudes = torch.zeros(layers, heads, dim // 4, tokens, dtype=torch.uint8)
     negatives = torch.zeros(layers, heads, dim // 8, tokens, dtype=torch.uint8)
     by_channel = key_index.transpose(-1, -2).reshape(layers, heads, dim // 4, 4, count)
-    magnitudes[..., :count] = _pack(by_channel.transpose(-1, -2), 2)
+    magnitudes[..., :count] = pack_bits(by_channel.transpose(-1, -2), 2)
     by_channel = key_negative.transpose(-1, -2).reshape(layers, heads, dim // 8, 8, count)
-    negatives[..., :count] = _pack(by_channel.transpose(-1, -2), 1)
+    negatives[..., :count] = pack_bits(by_channel.transpose(-1, -2), 1)
     codes = torch.zeros(layers, heads, tokens, dim // 4, dtype=torch.uint8)
     quarters = (value_index + 2 * value_negative).reshape(layers, heads, count, 4, dim // 4)
-    codes[:, :, :count] = _pack(quarters.transpose(-1, -2), 2)
+    codes[:, :, :count] = pack_bits(quarters.transpose(-1, -2), 2)
 
     key_blocks = torch.cat((gains[0], magnitudes.flatten(2), negatives.flatten(2)), -1).flatten(1)
     value_blocks = torch.cat((gains[1], codes.flatten(2)), -1).flatten(1)
@@ -114,7 +114,7 @@ def encode(geometry: Geometry, exact: Bytes, count: int, mean: Floats) -> Bytes:
     return torch.cat((header, body)).numpy()
 
 
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Small integers of each byte on a new last axis."""
     shifts = bits * torch.arange(8 // bits)
     return packed.long().unsqueeze(-1) >> shifts & (1 << bits) - 1
@@ -134,11 +134,13 @@ def decode(geometry: Geometry, packed: Bytes, count: int, mean: Floats) -> Float
     gains = tops.unsqueeze(-1) * torch.from_numpy(GAINS)[gain_codes]
 
     plane, sign_plane = torch.split(key_blocks[..., tokens:], [tokens * dim // 4, tokens * dim // 8], dim=-1)
-    index = _unpack(plane.reshape(layers, heads, dim // 4, tokens), 2).transpose(-1, -2)
-    negative = _unpack(sign_plane.reshape(layers, heads, dim // 8, tokens), 1).transpose(-1, -2)
+    index = unpack_bits(plane.reshape(layers, heads, dim // 4, tokens), 2).transpose(-1, -2)
+    negative = unpack_bits(sign_plane.reshape(layers, heads, dim // 8, tokens), 1).transpose(-1, -2)
     keys = torch.from_numpy(LEVELS_8)[index.reshape(layers, heads, dim, tokens)]
     keys = keys * (1 - 2 * negative.reshape(layers, heads, dim, tokens))
-    codes = _unpack(value_blocks[..., tokens:].reshape(layers, heads, tokens, dim // 4), 2).transpose(-1, -2)
+    codes = unpack_bits(value_blocks[..., tokens:].reshape(layers, heads, tokens, dim // 4), 2).transpose(
+        -1, -2
+    )
     codes = codes.reshape(layers, heads, tokens, dim)
     values = torch.from_numpy(LEVELS_4)[codes & 1] * (1 - 2 * (codes >> 1))
 

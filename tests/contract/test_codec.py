@@ -1,0 +1,236 @@
+"""What every codec promises (quant/contract.py), for each codec, dtype, head_dim and count of written tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.quant.pages import exact_page, gaussian_page, gaussian_state, page_values
+from tierkv.errors import ConfigError
+from tierkv.geometry import Geometry
+from tierkv.quant import NAMES, NonFiniteValues, fused, get
+from tierkv.quant.contract import Codec
+
+LAYERS, HEADS, TOKENS = 2, 3, 16
+HEAD_DIMS = {"k3v2": (64, 80, 128), "kivi2": (64, 96, 128)}
+REFUSED_HEAD_DIM = {"k3v2": 68, "kivi2": 80}
+# float32 and bfloat16 reach 1e30; for float16 the ends of its normal range.
+EXTREMES = {"float32": (1e-30, 1e30), "bfloat16": (1e-30, 1e30), "float16": (2e-3, 1e4)}
+
+
+def expected_page_bytes(name: str, dim: int) -> int:
+    """By hand, for LAYERS, HEADS and 16 tokens."""
+    per_head = {
+        # float32 gain + 16 gain bytes + 16 tokens of 3 bits, and of 2 bits
+        "k3v2": (4 + 16 + 16 * dim * 3 // 8) + (4 + 16 + 16 * dim * 2 // 8),
+        # scale and zero byte a channel + 2 bits a key; scale and zero byte for 32 channels of a token + 2 bits a value
+        "kivi2": (2 * dim + 16 * dim // 4) + (2 * 16 * dim // 32 + 16 * dim // 4),
+    }[name]
+    # kivi2: one float32 for 64 of key scales, key zeros, value scales and value zeros each
+    blocks = {"k3v2": 0, "kivi2": 2 * -(-6 * dim // 64) + 2 * -(-6 * 16 * dim // 32 // 64)}[name]
+    return LAYERS * HEADS * per_head + 4 * blocks
+
+
+@pytest.fixture(params=NAMES)
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return get(request.param)
+
+
+def encode(
+    codec: Codec, geometry: Geometry, page: NDArray[np.uint8], count: int, state: NDArray[np.float32]
+) -> NDArray[np.uint8]:
+    packed = np.full(codec.page_bytes(geometry), 0xA5, np.uint8)
+    codec.encode(geometry, page, count, state, packed)
+    return packed
+
+
+def decode(
+    codec: Codec, geometry: Geometry, packed: NDArray[np.uint8], count: int, state: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    out = np.full(geometry.page_bytes, 0xA5, np.uint8)
+    codec.decode(geometry, packed, count, state, out)
+    return page_values(geometry, out)
+
+
+def zeros_state(codec: Codec, geometry: Geometry) -> NDArray[np.float32]:
+    return np.zeros(codec.state_floats(geometry), np.float32)
+
+
+def error_ratio(decoded: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
+    """Mean squared error over mean square, in float64 so that 1e30 can be squared."""
+    difference = decoded.astype(np.float64) - exact
+    return float((difference**2).mean() / (exact.astype(np.float64) ** 2).mean())
+
+
+CASES = [
+    pytest.param(name, dtype, dim, count, id=f"{name}-{dtype}-{dim}-{count}")
+    for name in NAMES
+    for dtype in ("float32", "float16", "bfloat16")
+    for dim in HEAD_DIMS[name]
+    for count in (1, 15, 16)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "dim", "count"), CASES)
+class TestEveryShape:
+    @pytest.fixture(autouse=True)
+    def _page(self, name: str, dtype: str, dim: int, count: int) -> None:
+        self.codec = get(name)
+        self.geometry = Geometry(LAYERS, HEADS, dim, dtype, TOKENS)  # type: ignore[arg-type]
+        self.page = gaussian_page(self.geometry, seed=dim + count)
+        self.state = gaussian_state(self.codec.state_floats(self.geometry))
+        self.packed = encode(self.codec, self.geometry, self.page, count, self.state)
+
+    def test_a_packed_page_has_the_size_that_the_format_says(self, name: str, dim: int) -> None:
+        assert self.codec.page_bytes(self.geometry) == expected_page_bytes(name, dim)
+
+    def test_kernels_and_reference_pack_the_same_bytes(self, count: int) -> None:
+        reference = self.codec.reference_encode(self.geometry, self.page, count, self.state)
+        np.testing.assert_array_equal(self.packed, reference)
+
+    def test_kernels_and_reference_decode_the_same_values(self, count: int) -> None:
+        reference = self.codec.reference_decode(self.geometry, self.packed, count, self.state)
+        reference = page_values(self.geometry, exact_page(self.geometry, reference))
+        step = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}[self.geometry.dtype]
+        decoded = decode(self.codec, self.geometry, self.packed, count, self.state)
+        np.testing.assert_allclose(decoded, reference, rtol=step, atol=step)
+
+    def test_tokens_that_are_not_written_are_neither_read_nor_decoded(self, count: int) -> None:
+        values = page_values(self.geometry, self.page)
+        values[:, :, :, count:] = np.nan
+        packed = encode(self.codec, self.geometry, exact_page(self.geometry, values), count, self.state)
+        np.testing.assert_array_equal(packed, self.packed)
+        decoded = decode(self.codec, self.geometry, packed, count, self.state)
+        assert (decoded[:, :, :, count:] == 0).all()
+        assert (decoded[:, :, :, :count] != 0).any()
+
+    def test_every_byte_is_written_and_none_beyond(self, count: int) -> None:
+        size = self.codec.page_bytes(self.geometry)
+        buffer = np.full(size + 64, 0x5A, np.uint8)
+        self.codec.encode(self.geometry, self.page, count, self.state, buffer)
+        np.testing.assert_array_equal(buffer[:size], self.packed)  # packed began as 0xA5
+        assert (buffer[size:] == 0x5A).all()
+
+    def test_attention_in_place_agrees_with_the_decoded_page(self, dim: int, count: int) -> None:
+        exact = self.codec.reference_decode(self.geometry, self.packed, count, self.state).astype(np.float64)
+        rng = np.random.default_rng(3)
+        shape = (LAYERS, HEADS, TOKENS, dim)
+        for layer, head in ((0, 0), (1, 1), (1, 2)):
+            query = rng.standard_normal((3, dim)).astype(np.float32)
+            weights = rng.random((3, TOKENS)).astype(np.float32)
+            weights[:, count:] = np.nan  # not to be read
+            prepared, bias = np.empty_like(query), np.empty(3, np.float32)
+            logits = np.full((3, TOKENS), np.nan, np.float32)
+            sums, out = np.zeros_like(query), np.ones_like(query)
+            fused.prepare_query(self.codec.code, query, layer, head, *shape, self.state, prepared, bias)
+            fused.page_logits(
+                self.codec.code, self.packed, layer, head, *shape, count, prepared, bias, logits
+            )
+            fused.page_values(self.codec.code, self.packed, layer, head, *shape, count, weights, sums)
+            fused.finish_values(self.codec.code, sums, layer, head, *shape, out)
+            keys, values = exact[layer, 0, head, :count], exact[layer, 1, head, :count]
+            np.testing.assert_allclose(logits[:, :count], query @ keys.T, rtol=1e-4, atol=2e-4)
+            np.testing.assert_allclose(out, 1 + weights[:, :count] @ values, rtol=1e-4, atol=2e-4)
+            assert np.isnan(logits[:, count:]).all(), "only written tokens have logits"
+
+
+class TestEveryCodec:
+    def test_encoding_twice_gives_the_same_bytes(self, codec: Codec) -> None:
+        geometry = Geometry(LAYERS, HEADS, 64, "bfloat16")
+        page, state = gaussian_page(geometry), gaussian_state(codec.state_floats(geometry))
+        first = encode(codec, geometry, page, 16, state)
+        np.testing.assert_array_equal(first, encode(codec, geometry, page, 16, state))
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize("side", [0, 1])
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_a_page_with_nan_or_infinity_is_refused(
+        self, codec: Codec, dtype: str, side: int, bad: float
+    ) -> None:
+        geometry = Geometry(LAYERS, HEADS, 64, dtype)  # type: ignore[arg-type]
+        values = page_values(geometry, gaussian_page(geometry))
+        values[1, side, 2, 15, 63] = bad
+        page, state = exact_page(geometry, values), zeros_state(codec, geometry)
+        with pytest.raises(NonFiniteValues):
+            encode(codec, geometry, page, 16, state)
+        with pytest.raises(NonFiniteValues):
+            codec.reference_encode(geometry, page, 16, state)
+        encode(codec, geometry, page, 15, state)  # the bad token is not written yet
+
+    def test_a_head_dim_that_cannot_be_packed_is_a_config_error(self, codec: Codec) -> None:
+        dim = REFUSED_HEAD_DIM[codec.name]
+        with pytest.raises(ConfigError, match=str(dim)):
+            codec.page_bytes(Geometry(LAYERS, HEADS, dim, "float32"))
+
+    def test_bits_a_value_count_everything(self, codec: Codec) -> None:
+        geometry = Geometry(LAYERS, HEADS, 64, "bfloat16")
+        values = LAYERS * 2 * HEADS * 16 * 64
+        assert codec.bits_per_value(geometry) == expected_page_bytes(codec.name, 64) * 8 / values
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_a_zero_page_decodes_to_zero(self, codec: Codec, dtype: str) -> None:
+        geometry = Geometry(LAYERS, HEADS, 64, dtype)  # type: ignore[arg-type]
+        state = zeros_state(codec, geometry)
+        packed = encode(codec, geometry, np.zeros(geometry.page_bytes, np.uint8), 16, state)
+        assert (decode(codec, geometry, packed, 16, state) == 0).all()
+
+    @pytest.mark.parametrize("constant", [1.0, -3.0])
+    def test_a_constant_page_comes_back_within_a_few_percent(self, codec: Codec, constant: float) -> None:
+        geometry = Geometry(LAYERS, HEADS, 64, "float32")
+        state = zeros_state(codec, geometry)
+        packed = encode(codec, geometry, exact_page(geometry, np.full(geometry.shape, constant)), 16, state)
+        np.testing.assert_allclose(decode(codec, geometry, packed, 16, state), constant, rtol=0.03)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_the_error_does_not_depend_on_the_magnitude(self, codec: Codec, dtype: str) -> None:
+        geometry = Geometry(LAYERS, HEADS, 64, dtype)  # type: ignore[arg-type]
+        state, ratios = zeros_state(codec, geometry), []
+        for scale in (1.0, *EXTREMES[dtype]):
+            page = gaussian_page(geometry, scale=scale)
+            decoded = decode(codec, geometry, encode(codec, geometry, page, 16, state), 16, state)
+            ratios.append(error_ratio(decoded, page_values(geometry, page)))
+        assert ratios[0] < 0.2
+        np.testing.assert_allclose(ratios[1:], ratios[0], rtol=0.02)
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        seed=st.integers(0, 2**32 - 1),
+        dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+        count=st.integers(1, 16),
+        exponents=st.tuples(st.integers(-150, 127), st.integers(0, 40)),
+    )
+    @pytest.mark.parametrize("name", NAMES)
+    def test_any_finite_page_packs_like_the_reference_and_decodes_to_finite_values(
+        self, name: str, seed: int, dtype: str, count: int, exponents: tuple[int, int]
+    ) -> None:
+        codec, geometry = get(name), Geometry(1, 2, 32, dtype)  # type: ignore[arg-type]
+        rng = np.random.default_rng(seed)
+        powers = rng.integers(exponents[0], exponents[0] + exponents[1], geometry.shape, endpoint=True)
+        values = np.ldexp(rng.uniform(-1, 1, geometry.shape), powers)
+        limit = {"float32": 1e38, "float16": 65504.0, "bfloat16": 1e38}[dtype]
+        page = exact_page(geometry, values.clip(-limit, limit))
+        state = zeros_state(codec, geometry)
+        packed = encode(codec, geometry, page, count, state)
+        np.testing.assert_array_equal(packed, codec.reference_encode(geometry, page, count, state))
+        assert np.isfinite(decode(codec, geometry, packed, count, state)).all()
+        assert np.isfinite(codec.reference_decode(geometry, packed, count, state)).all()
+
+
+def test_codes_are_distinct_and_lead_back_to_their_codec() -> None:
+    from tierkv.quant import by_code
+
+    codes = [get(name).code for name in NAMES]
+    assert codes == [1, 2]
+    assert [by_code(code).name for code in codes] == list(NAMES) == ["k3v2", "kivi2"]
+
+
+def test_an_unknown_codec_is_a_config_error_that_lists_the_known_ones() -> None:
+    from tierkv.quant import by_code
+
+    with pytest.raises(ConfigError, match="k3v2, kivi2"):
+        get("k4v4")
+    with pytest.raises(ConfigError, match=r"1 \(k3v2\), 2 \(kivi2\)"):
+        by_code(9)

@@ -1,0 +1,64 @@
+"""Attention in place for every number of query heads and for pages that are no multiple of the vector width."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.quant.pages import gaussian_page, gaussian_state
+from tierkv.geometry import Geometry
+from tierkv.quant import NAMES, fused, get
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("tokens", "count"), [(3, 3), (8, 7), (16, 9), (16, 16), (40, 40), (40, 33)])
+@pytest.mark.parametrize("groups", [1, 2, 5, 16])
+@pytest.mark.parametrize("dim", [32, 96])
+def test_products_in_place_equal_those_with_the_decoded_page(
+    name: str, tokens: int, count: int, groups: int, dim: int
+) -> None:
+    codec, geometry = get(name), Geometry(2, 3, dim, "float32", tokens)
+    state = gaussian_state(codec.state_floats(geometry))
+    size = codec.page_bytes(geometry)
+    pool = np.full(size + 77, 0xEE, np.uint8)
+    page = pool[64 + 13 :][:size]  # no alignment is needed
+    codec.encode(geometry, gaussian_page(geometry), count, state, page)
+    exact = codec.reference_decode(geometry, page, count, state).astype(np.float64)
+    rng = np.random.default_rng(tokens)
+    shape, layer, head = (2, 3, tokens, dim), 1, 2
+    query = rng.standard_normal((groups, dim)).astype(np.float32)
+    weights = rng.random((groups, tokens)).astype(np.float32)
+    prepared, bias = np.empty_like(query), np.empty(groups, np.float32)
+    logits, sums, out = np.empty((groups, tokens), np.float32), np.zeros_like(query), np.zeros_like(query)
+    fused.prepare_query(codec.code, query, layer, head, *shape, state, prepared, bias)
+    fused.page_logits(codec.code, pool[64 + 13 :], layer, head, *shape, count, prepared, bias, logits)
+    fused.page_values(codec.code, pool[64 + 13 :], layer, head, *shape, count, weights, sums)
+    fused.finish_values(codec.code, sums, layer, head, *shape, out)
+    np.testing.assert_allclose(
+        logits[:, :count], query @ exact[layer, 0, head, :count].T, rtol=1e-4, atol=2e-4
+    )
+    np.testing.assert_allclose(out, weights[:, :count] @ exact[layer, 1, head, :count], rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_of_several_pages_add_up(name: str) -> None:
+    codec, geometry = get(name), Geometry(1, 1, 64, "float32")
+    state, shape = gaussian_state(codec.state_floats(geometry)), (1, 1, 16, 64)
+    weights = np.full((2, 16), 0.5, np.float32)
+    sums, out, expected = np.zeros((2, 64), np.float32), np.zeros((2, 64), np.float32), np.zeros(64)
+    for seed in range(3):
+        page = np.empty(codec.page_bytes(geometry), np.uint8)
+        codec.encode(geometry, gaussian_page(geometry, seed), 16, state, page)
+        fused.page_values(codec.code, page, 0, 0, *shape, 16, weights, sums)
+        expected += 0.5 * codec.reference_decode(geometry, page, 16, state)[0, 1, 0].sum(0)
+    fused.finish_values(codec.code, sums, 0, 0, *shape, out)
+    np.testing.assert_allclose(out, np.stack([expected, expected]), rtol=1e-4, atol=2e-4)
+
+
+def test_a_query_is_prepared_before_any_state_exists() -> None:
+    """Attention prepares queries even while no page is packed and k3v2 has no mean yet."""
+    query = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    prepared, bias = np.empty_like(query), np.full(3, np.nan, np.float32)
+    fused.prepare_query(get("k3v2").code, query, 1, 1, 2, 3, 16, 64, np.zeros(0, np.float32), prepared, bias)
+    np.testing.assert_array_equal(bias, 0)
+    np.testing.assert_allclose((prepared**2).sum(-1), (query**2).sum(-1), rtol=1e-5)
