@@ -13,7 +13,7 @@ from tierkv.numba_setup import kernel
 from tierkv.quant.floats import load_float
 from tierkv.quant.k3v2_kernels import block_offset, scale_offset
 from tierkv.quant.lloyd import GAINS
-from tierkv.quant.rotation import apply_signs, hadamard_vector
+from tierkv.quant.rotation import apply_signs, hadamard
 from tierkv.quant.tiles import (
     LANES,
     TERMS,
@@ -47,7 +47,7 @@ def prepare_query(
         for channel in range(head_dim):
             out_q[g, channel] = query[g, channel]
         apply_signs(out_q[g])
-        hadamard_vector(out_q[g])
+        hadamard(out_q[g], 1)
 
 
 @kernel(fastmath=True)
@@ -131,7 +131,7 @@ def page_values(
 def finish_values(acc: Floats, out: Floats) -> None:
     """`out` gets `acc` rotated back added; `acc` is used up."""
     for g in range(acc.shape[0]):
-        hadamard_vector(acc[g])
+        hadamard(acc[g], 1)
         apply_signs(acc[g])
         for channel in range(acc.shape[1]):
             out[g, channel] += acc[g, channel]

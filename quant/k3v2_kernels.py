@@ -23,7 +23,7 @@ from tierkv.quant.floats import (
     widen,
 )
 from tierkv.quant.lloyd import BOUNDARIES_4, BOUNDARIES_8, GAIN_FLOORS, GAINS, LEVELS_4, LEVELS_8, NO_GAIN
-from tierkv.quant.rotation import apply_signs, hadamard_columns, hadamard_vector
+from tierkv.quant.rotation import apply_signs, hadamard
 
 Words = NDArray[np.uint16] | NDArray[np.uint32]
 Floats = NDArray[np.float32]
@@ -78,14 +78,19 @@ def _power_of_two(exponent: int) -> np.float32:
 
 
 @kernel()
-def _load_columns(words: Words, is_bfloat16: bool, count: int, mean: Floats, x: Floats) -> np.uint32:
+def _load_columns(
+    words: Words, is_bfloat16: bool, count: int, mean: Floats, row: Floats, x: Floats
+) -> np.uint32:
     """`x[:, :count]` gets the tokens of `words` `[page_tokens, head_dim]` minus `mean`; returns the largest |bits|."""
     largest = np.uint32(0)
     for token in range(count):
-        for channel in range(words.shape[1]):
-            value = widen(words[token, channel], is_bfloat16) - mean[channel]
-            x[channel, token] = value
-            largest = max(largest, magnitude_bits(value))
+        source = words[token]
+        for channel in range(row.shape[0]):
+            row[channel] = widen(source[channel], is_bfloat16) - mean[channel]
+        for channel in range(row.shape[0]):
+            largest = max(largest, magnitude_bits(row[channel]))
+        for channel in range(row.shape[0]):
+            x[channel, token] = row[channel]
     return largest
 
 
@@ -136,9 +141,9 @@ def _pack_keys(x: Floats, gain: Floats, count: int, block: Bytes) -> None:
     negatives[:] = 0
     for channel in range(head_dim):
         two, one = np.uint8(2 * (channel % 4)), np.uint8(channel % 8)
-        row, sign_row = magnitudes[channel // 4], negatives[channel // 8]
+        source, row, sign_row = x[channel], magnitudes[channel // 4], negatives[channel // 8]
         for token in range(count):
-            value, g = x[channel, token], gain[token]
+            value, g = source[token], gain[token]
             size = abs(value)
             index = np.uint8(size > _KB1 * g) + np.uint8(size > _KB2 * g) + np.uint8(size > _KB3 * g)
             row[token] |= np.uint8(index << two) if g > _ZERO else np.uint8(0)
@@ -150,14 +155,18 @@ def _pack_values(x: Floats, gain: Floats, count: int, block: Bytes) -> None:
     head_dim, tokens = x.shape
     quarter = head_dim // 4
     codes = block[tokens:].reshape(tokens, quarter)
-    codes[:] = 0
-    for part in range(4):
-        shift = np.uint8(2 * part)
-        for byte in range(quarter):
+    codes[count:] = 0
+    packed = np.empty(tokens, np.uint8)
+    for byte in range(quarter):
+        packed[:] = 0
+        for part in range(4):
+            row, shift = x[part * quarter + byte], np.uint8(2 * part)
             for token in range(count):
-                value, g = x[part * quarter + byte, token], gain[token]
-                code = np.uint8(abs(value) > _VB1 * g) | np.uint8(np.uint8(value < _ZERO) << np.uint8(1))
-                codes[token, byte] |= np.uint8(code << shift) if g > _ZERO else np.uint8(0)
+                far = np.uint8(abs(row[token]) > _VB1 * gain[token])
+                code = far | np.uint8(np.uint8(row[token] < _ZERO) << np.uint8(1))
+                packed[token] |= np.uint8(code << shift) if gain[token] > _ZERO else np.uint8(0)
+        for token in range(count):
+            codes[token, byte] = packed[token]
 
 
 @kernel()
@@ -166,7 +175,7 @@ def _encode_block(
 ) -> np.float32:
     """Pack one block whose values (not yet rotated) were scaled by 2**-exponent; returns its largest gain."""
     head_dim = x.shape[0]
-    hadamard_columns(x)
+    hadamard(x.reshape(-1), x.shape[1])
     along[:] = _ZERO
     energy[:] = _ZERO
     for channel in range(head_dim):
@@ -212,12 +221,13 @@ def encode_page(words: Words, kind: int, count: int, mean: Floats, packed: Bytes
     sign = np.ones(head_dim, np.float32)
     apply_signs(sign)
     no_mean = np.zeros(head_dim, np.float32)
+    row = np.empty(head_dim, np.float32)
     for layer in range(layers):
         for side in range(2):
             for head in range(heads):
                 center = mean[layer, head] if side == 0 else no_mean
                 x[:, count:] = _ZERO
-                largest = _load_columns(words[layer, side, head], is_bfloat16, count, center, x)
+                largest = _load_columns(words[layer, side, head], is_bfloat16, count, center, row, x)
                 if largest >= INFINITY_BITS:
                     return False
                 # The largest magnitude comes to lie in [1, 2) (or [1, 4) at the top of the range): no square overflows.
@@ -272,7 +282,7 @@ def decode_page(packed: Bytes, count: int, mean: Floats, words: Words, kind: int
                             row[channel] = _key_level(block, tokens, head_dim, token, channel)
                         else:
                             row[channel] = _value_level(block, tokens, head_dim, token, channel)
-                    hadamard_vector(row)
+                    hadamard(row, 1)
                     gain = top * GAINS[block[token]]
                     for channel in range(head_dim):
                         row[channel] *= sign[channel] * gain

@@ -63,43 +63,23 @@ def apply_signs(x: NDArray[np.float32]) -> None:
 
 
 @kernel()
-def hadamard_vector(x: NDArray[np.float32]) -> None:
-    """H x in place, for `x` `[head_dim]`."""
+def hadamard(x: NDArray[np.float32], lanes: int) -> None:
+    """H x in place for each of `lanes` interleaved vectors: `x` is `[head_dim * lanes]`, channel by channel."""
+    head_dim = x.shape[0] // lanes
     start = 0
-    while start < x.shape[0]:
-        size = largest_block(x.shape[0] - start)
-        stride = 1
-        while stride < size:
-            for low in range(start, start + size, 2 * stride):
-                for channel in range(low, low + stride):
-                    a, b = x[channel], x[channel + stride]
-                    x[channel] = a + b
-                    x[channel + stride] = a - b
-            stride *= 2
+    while start < head_dim:
+        size = largest_block(head_dim - start)
+        block = x[start * lanes : (start + size) * lanes]
+        span = lanes
+        while span < size * lanes:
+            for low in range(0, size * lanes, 2 * span):
+                upper, lower = block[low : low + span], block[low + span : low + 2 * span]
+                for index in range(span):
+                    a, b = upper[index], lower[index]
+                    upper[index] = a + b
+                    lower[index] = a - b
+            span *= 2
         scale = np.float32(1.0 / np.sqrt(np.float64(size)))
-        for channel in range(start, start + size):
-            x[channel] *= scale
-        start += size
-
-
-@kernel()
-def hadamard_columns(x: NDArray[np.float32]) -> None:
-    """H x in place for every column of `x` `[head_dim, tokens]`: tokens are the vector lanes."""
-    tokens = x.shape[1]
-    start = 0
-    while start < x.shape[0]:
-        size = largest_block(x.shape[0] - start)
-        stride = 1
-        while stride < size:
-            for low in range(start, start + size, 2 * stride):
-                for channel in range(low, low + stride):
-                    for token in range(tokens):
-                        a, b = x[channel, token], x[channel + stride, token]
-                        x[channel, token] = a + b
-                        x[channel + stride, token] = a - b
-            stride *= 2
-        scale = np.float32(1.0 / np.sqrt(np.float64(size)))
-        for channel in range(start, start + size):
-            for token in range(tokens):
-                x[channel, token] *= scale
+        for index in range(size * lanes):
+            block[index] *= scale
         start += size
