@@ -70,8 +70,9 @@ class Mover:
         self.restarts = 0
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="tierkv-mover", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="tierkv-mover", daemon=True)
+        thread.start()
+        self._thread = thread  # only now: `revive` would take one that has not started for a dead one
 
     def submit(self, move: Move) -> None:
         """Queue a move; revives a dead thread."""

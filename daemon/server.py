@@ -62,6 +62,9 @@ FRAMES_PER_TURN = 64
 HIGH_WATER_MARK = 1000
 """Messages that ZeroMQ holds a worker; what is beyond waits, merged, in `Peer`."""
 
+MAX_OUTBOX = 1 << 14
+"""Unsent messages of a worker beyond which its requests are not read."""
+
 MAX_SEEN = 1 << 16
 GAP_SECONDS = 1.0
 """A loop that did not run for so long (stopped, swapped) cannot blame workers for silence: leases restart."""
@@ -380,6 +383,8 @@ class OwnerLoop:
             self._fail(
                 peer, request, errors.ProtocolError(f"request {request.id} is too old to be answered again")
             )
+            return
+        if len(peer.outbox) >= MAX_OUTBOX:  # it asks without reading answers: it will ask again
             return
         self._acknowledge(peer, request, now)
         self._execute(peer, request, parts[1:], now)

@@ -130,10 +130,10 @@ class Service:
             self._fresh_pool()
         else:
             log.info("waiting for %d workers of an earlier owner", len(self._waiting))
-        self.loop.start()
         self._open.callback(self.loop.stop)
         self.mover.start()
         self._open.callback(self.mover.stop)
+        self.loop.start()
         if not self._waiting:
             self.loop.post(events.AdoptionEnded())
         self._open.callback(self.attach.stop)

@@ -56,7 +56,8 @@ def send_frame(stream: socket.socket, message: bytes, descriptors: Sequence[int]
     """Send one frame, whole."""
     raw = LENGTH.pack(len(message)) + message
     sent = socket.send_fds(stream, [raw[:_CHUNK]], list(descriptors)) if descriptors else 0
-    stream.sendall(memoryview(raw)[sent:])
+    if sent < len(raw):  # even an empty send would fail where the peer has answered and closed already
+        stream.sendall(memoryview(raw)[sent:])
 
 
 def take_frame(buffer: bytearray) -> bytes | None:
