@@ -1,0 +1,94 @@
+"""Small random models whose greedy output is not a loop, and left-padded prompts for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from tests.tierkv.local_session import LocalPool, LocalSession
+from tierkv.model import AttachedModel
+from tierkv.transformers_cache import TieredCache
+
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
+"""The name of the cache argument; 5.24 renamed it."""
+
+NEW = 24
+"""Tokens that `greedy` generates."""
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+
+
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if name == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SHAPE | changes)).eval()
+    if name == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**SHAPE | changes)).eval()
+    return MistralForCausalLM(MistralConfig(**SHAPE | {"sliding_window": None} | changes)).eval()
+
+
+def prompt(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    """A left-padded batch of random tokens, one row for each length."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    mask = torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = torch.randint(2, 97, (length,), generator=generator)
+        mask[row, width - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def longer(inputs: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The next turn: everything generated so far, and `tokens` `[rows, new]` more."""
+    ids = torch.cat([inputs["input_ids"], tokens], dim=1)
+    grown = ids.shape[1] - inputs["attention_mask"].shape[1]
+    mask = torch.cat([inputs["attention_mask"], torch.ones(len(ids), grown, dtype=torch.long)], dim=1)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def greedy(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Any, **options: Any
+) -> torch.Tensor:
+    settings = {"max_new_tokens": NEW, "do_sample": False, **options}
+    tokens: torch.Tensor = model.generate(**inputs, **{CACHE: cache}, **settings)
+    return tokens
+
+
+def expected(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    """What the model says over transformers' own cache."""
+    return greedy(model, inputs, DynamicCache(config=model.config), **options)
+
+
+def tiered(attached: AttachedModel, rows: int = 1, **options: Any) -> TieredCache:
+    """A cache over a local pool of exact float32 pages."""
+    pool = LocalPool(attached.geometry("float32"))
+    return TieredCache([pool.open() for _ in range(rows)], **options)
+
+
+def local_sessions(cache: TieredCache) -> list[LocalSession]:
+    assert all(isinstance(session, LocalSession) for session in cache.sessions)
+    return cache.sessions  # type: ignore[return-value]
+
+
+def count_forward_tokens(model: PreTrainedModel) -> list[int]:
+    """Columns of each run of the model's embedding from now on."""
+    counts: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, out: counts.append(out.shape[1]))
+    return counts

@@ -1,0 +1,195 @@
+"""`attach(model)`: run a transformers model over tierkv pages.
+
+Attaching sets the model's attention implementation to `"tierkv"` and wraps `forward`. A forward that gets a
+`TieredCache` runs over pages, in slices when the prompt is long; any other forward is what sdpa did before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tierkv import model_support
+from tierkv.errors import UnsupportedModel
+from tierkv.geometry import PAGE_TOKENS, DTypeName, Geometry
+from tierkv.transformers_cache import IMPLEMENTATION, TieredCache, _forwarding
+
+if TYPE_CHECKING:
+    from tierkv.client import Client
+    from tierkv.session import Session
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""The cache argument of `forward`, in transformers 5.24 and before."""
+
+_ATTACHED = "_tierkv_attached"
+
+
+class AttachedModel:
+    """A model that runs over pages until `detach`. Made by `attach`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        model_support.check_supported(model)
+        self.model = model
+        self._num_layers = model_support.num_layers(model)
+        model_support.own_layers(model)
+        self._previous = model.config._attn_implementation
+        self._inner: Callable[..., Any] = model.forward
+        self._names = list(inspect.signature(self._inner).parameters)
+        model.set_attn_implementation(IMPLEMENTATION)
+        if model.config._attn_implementation != IMPLEMENTATION:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: it does not take its attention from AttentionInterface"
+            )
+
+        @functools.wraps(self._inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(*args, **kwargs)
+
+        self._shadowed = vars(model).get("forward")
+        model.forward = forward
+        setattr(model, _ATTACHED, self)
+
+    @property
+    def model_id(self) -> str:
+        """Names the model's K/V: sessions of one id share codec state and, later, prefixes."""
+        return model_support.model_id(self.model)
+
+    def geometry(self, dtype: DTypeName | None = None, page_tokens: int = PAGE_TOKENS) -> Geometry:
+        """The shape of this model's pages; `dtype` (of the pool) defaults to the model's."""
+        return model_support.geometry(self.model, dtype, page_tokens)
+
+    def open(self, client: Client, dtype: DTypeName | None = None, **options: Any) -> Session:
+        """A session for one sequence of this model; `options` are those of `Client.open`."""
+        return client.open(self.geometry(dtype), self.model_id, **options)
+
+    def detach(self) -> None:
+        """The model is as it was before `attach`. Doing it twice is harmless."""
+        if getattr(self.model, _ATTACHED, None) is not self:
+            return
+        if self._shadowed is None:
+            del self.model.forward
+        else:
+            self.model.forward = self._shadowed
+        self.model.set_attn_implementation(self._previous)
+        delattr(self.model, _ATTACHED)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, TieredCache)), None)
+        if cache is None:
+            return self._inner(*args, **kwargs)
+        kwargs.update(zip(self._names, args, strict=False))
+        with torch.no_grad():
+            return self._forward_tiered(cache, kwargs)
+
+    def _forward_tiered(self, cache: TieredCache, kwargs: dict[str, Any]) -> Any:
+        tokens = kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+        if tokens is None:
+            raise ValueError("forward needs input_ids or inputs_embeds")
+        batch, columns = tokens.shape[:2]
+        if not cache.serves(self):
+            cache.bind(self, model_support.own_layers(self.model), self._num_layers)
+        chunk = cache.chunk_tokens(batch)
+        if columns <= chunk:
+            return self._run(cache, batch, columns, kwargs)
+        return self._run_sliced(cache, batch, columns, chunk, kwargs)
+
+    def _run(self, cache: TieredCache, batch: int, columns: int, kwargs: dict[str, Any]) -> Any:
+        """One forward as one step of every session: all of it, or nothing."""
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            raise ValueError("a TieredCache takes the 2-D attention_mask of padding, not prepared masks")
+        cache.begin_forward(batch, columns, kwargs.get("input_ids"), mask)
+        token = _forwarding.set(cache)
+        try:
+            outputs = self._inner(**kwargs)
+        except BaseException:
+            cache.abandon_forward()
+            raise
+        finally:
+            _forwarding.reset(token)
+        cache.end_forward()
+        return outputs
+
+    def _run_sliced(
+        self, cache: TieredCache, batch: int, columns: int, chunk: int, kwargs: dict[str, Any]
+    ) -> Any:
+        """A long prompt in slices, each committed, so that the daemon can demote as it goes."""
+        if kwargs.get("labels") is not None:
+            raise ValueError(
+                f"labels over {columns} tokens: a TieredCache takes {chunk} a forward, without a loss"
+            )
+        keep = kwargs.get("logits_to_keep", 0)
+        if isinstance(keep, torch.Tensor) and keep.ndim != 1:
+            raise ValueError("logits_to_keep of a prompt in slices is a number or 1-D positions")
+        past = cache.padded_length
+        outputs: list[Any] = []
+        for start, stop in _slices(columns, chunk):
+            part = _cut(kwargs, start, stop, columns, past)
+            part["return_dict"] = True
+            if isinstance(keep, torch.Tensor):
+                part["logits_to_keep"] = 0
+            elif keep > 0:
+                # At least one: 0 would mean all of them.
+                part["logits_to_keep"] = max(1, stop - max(start, columns - keep))
+            outputs.append(self._run(cache, batch, stop - start, part))
+        joined = _join(outputs, keep)
+        return joined if kwargs.get("return_dict", True) is not False else joined.to_tuple()
+
+
+def attach(model: PreTrainedModel) -> AttachedModel:
+    """Make `model` run over pages wherever it is given a `TieredCache`; attaching twice returns the first one.
+
+    Raises:
+        UnsupportedModel: attention that pages cannot serve (ALiBi, cross attention, sinks, soft-capping, ...).
+    """
+    attached = getattr(model, _ATTACHED, None)
+    return attached if isinstance(attached, AttachedModel) else AttachedModel(model)
+
+
+def _slices(columns: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """As few slices of at most `chunk` as possible, equally long: a last slice of one token would be a decode step."""
+    count = -(-columns // chunk)
+    edges = [columns * index // count for index in range(count + 1)]
+    return itertools.pairwise(edges)
+
+
+def _cut(kwargs: dict[str, Any], start: int, stop: int, columns: int, past: int) -> dict[str, Any]:
+    """The arguments of columns `[start, stop)`; the mask reaches back to the first cached column."""
+    part = dict(kwargs)
+    for name in ("input_ids", "inputs_embeds"):
+        if part.get(name) is not None:
+            part[name] = part[name][:, start:stop]
+    for name in ("position_ids", "cache_position", "token_type_ids"):
+        if part.get(name) is not None and part[name].shape[-1] == columns:
+            part[name] = part[name][..., start:stop]
+    mask = part.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        part["attention_mask"] = mask[:, : past + stop]
+    return part
+
+
+def _join(outputs: list[Any], logits_to_keep: int | torch.Tensor) -> Any:
+    """The last output with what belongs to tokens put together along the token axis."""
+    last = outputs[-1]
+    if last.get("logits") is not None:
+        logits = torch.cat([output.logits for output in outputs], dim=1)
+        if isinstance(logits_to_keep, torch.Tensor):
+            logits = logits[:, logits_to_keep]
+        last["logits"] = logits[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else logits
+    if last.get("last_hidden_state") is not None:
+        last["last_hidden_state"] = torch.cat([output.last_hidden_state for output in outputs], dim=1)
+    if last.get("hidden_states") is not None:
+        layers = zip(*(output.hidden_states for output in outputs), strict=True)
+        last["hidden_states"] = tuple(torch.cat(parts, dim=1) for parts in layers)
+    return last
+
+
+__all__ = ["AttachedModel", "attach"]

@@ -1,0 +1,219 @@
+"""One forward pass over pages: where its tokens are written, which pages it attends, and the mass it saw.
+
+A step is built once, after every row's `Session.begin`, and shared by all layers. `DecodeStep` serves one new token a
+row, all rows in one kernel call; `PrefillStep` serves many new tokens, row by row. Nothing here knows transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tierkv.attention.contract import PagedAttention, Pages, PoolView
+from tierkv.geometry import Geometry
+
+OBSERVED_QUERIES = 16
+"""A prefill chunk's last queries that observe (w of the design): they give a fresh prompt an order."""
+
+
+class Rows(Protocol):
+    """Attendable pages of one session, in token order."""
+
+    @property
+    def offsets(self) -> NDArray[np.int64]: ...  # [pages] bytes into the pool
+    @property
+    def kinds(self) -> NDArray[np.int8]: ...  # [pages]
+    @property
+    def counts(self) -> NDArray[np.int32]: ...  # [pages]
+    @property
+    def starts(self) -> NDArray[np.int64]: ...  # [pages] the session's token index of the first token
+
+
+class PagedSession(Protocol):
+    """What a step and a cache need of a session (`tierkv.session.Session`)."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def observe_every(self) -> int: ...
+    @property
+    def horizon(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def pool(self) -> PoolView: ...
+
+    def begin(self, tokens: int) -> None: ...
+    def slots(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]: ...
+    def rows(self, stop: int) -> Rows: ...
+    def commit(self, token_ids: NDArray[np.int32] | None = None, *, steps: int = 0) -> None: ...
+    def observe(self, mass: NDArray[np.float32]) -> None: ...
+    def end(self) -> None: ...
+    def rollback(self, length: int) -> None: ...
+    def crop(self, length: int) -> None: ...
+    def fork(self) -> PagedSession: ...
+    def close(self) -> None: ...
+
+
+class NewTokens(NamedTuple):
+    """A row of the batch that takes part in this forward."""
+
+    session: PagedSession
+    row: int  # of the batch
+    tokens: int  # new tokens, pads not counted
+    columns: NDArray[np.int64] | None  # where they lie among the forward's columns; None: everywhere
+
+
+class Step(Protocol):
+    """`layer` counts paged layers; K/V are `[batch, kv_heads, columns, head_dim]`."""
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """query `[batch, q_heads, columns, head_dim]` -> `[batch, columns, q_heads, head_dim]`, the query's dtype."""
+        ...
+
+    def masses(self) -> list[NDArray[np.float32]]:
+        """For each row of the step `[session.length]`: mass averaged over layers, NaN where not attended."""
+        ...
+
+
+class DecodeStep:
+    """One new token a row, written before it is attended."""
+
+    def __init__(
+        self, attention: PagedAttention, rows: Sequence[NewTokens], batch: int, observed: bool
+    ) -> None:
+        self._attention = attention
+        self._pool = rows[0].session.pool
+        self._subset = None if len(rows) == batch else torch.tensor([new.row for new in rows])
+        sessions = [new.session for new in rows]
+        slots = [session.slots(session.length - 1, session.length) for session in sessions]
+        tables = [session.rows(session.length) for session in sessions]
+        if len(rows) == 1:
+            (self._offsets, self._slots), table = slots[0], tables[0]
+            self._bases, total, starts = [0], sessions[0].length, table.starts
+            edges = np.array((0, len(table.offsets)), np.int64)
+            self._pages = Pages(table.offsets, table.kinds, table.counts, starts, edges, total)
+        else:
+            self._offsets = np.concatenate([offsets for offsets, _ in slots])
+            self._slots = np.concatenate([slot for _, slot in slots])
+            lengths = [session.length for session in sessions]
+            self._bases = np.concatenate(([0], np.cumsum(lengths)[:-1])).tolist()
+            self._pages = Pages(
+                np.concatenate([table.offsets for table in tables]),
+                np.concatenate([table.kinds for table in tables]),
+                np.concatenate([table.counts for table in tables]),
+                np.concatenate(
+                    [table.starts + base for table, base in zip(tables, self._bases, strict=True)]
+                ),
+                np.concatenate(([0], np.cumsum([len(table.offsets) for table in tables]))),
+                sum(lengths),
+            )
+        self._mass = np.zeros(self._pages.total_tokens, np.float32) if observed else None
+        self._layers = 0
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        keys, values = keys[:, :, 0], values[:, :, 0]
+        if self._subset is not None:
+            keys, values = keys[self._subset], values[self._subset]
+        self._attention.write(self._pool, layer, self._offsets, self._slots, keys, values)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        asked = query[:, :, 0] if self._subset is None else query[self._subset, :, 0]
+        out = self._attention.decode(asked, self._pool, self._pages, layer, scale, None, self._mass).out
+        self._layers += 1
+        if self._subset is None:
+            return out.to(query.dtype).unsqueeze(1)
+        full = query.new_zeros(query.shape[0], 1, *out.shape[1:])
+        full[self._subset, 0] = out.to(query.dtype)
+        return full
+
+    def masses(self) -> list[NDArray[np.float32]]:
+        if self._mass is None or not self._layers:
+            return []
+        mass = self._mass / self._layers
+        mass[~_attended(self._pages)] = np.nan
+        return np.split(mass, self._bases[1:])
+
+
+class PrefillStep:
+    """Many new tokens: each row attends its earlier pages and, causally, its own new tokens. Pads attend nothing."""
+
+    def __init__(self, attention: PagedAttention, rows: Sequence[NewTokens], observed: bool) -> None:
+        self._attention = attention
+        self._pool = rows[0].session.pool
+        self._rows = rows
+        self._columns = [None if new.columns is None else torch.from_numpy(new.columns) for new in rows]
+        self._slots = [new.session.slots(new.session.length - new.tokens, new.session.length) for new in rows]
+        self._pages: list[Pages] = []
+        for new in rows:
+            past = new.session.length - new.tokens
+            table = new.session.rows(past)
+            edges = np.array((0, len(table.offsets)), np.int64)
+            self._pages.append(Pages(table.offsets, table.kinds, table.counts, table.starts, edges, past))
+        self._mass = [np.zeros(new.session.length, np.float32) for new in rows] if observed else None
+        self._layers = 0
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for new, columns, (offsets, slots) in zip(self._rows, self._columns, self._slots, strict=True):
+            row_keys, row_values = _pick(keys[new.row], columns), _pick(values[new.row], columns)
+            self._attention.write(
+                self._pool, layer, offsets, slots, row_keys.transpose(0, 1), row_values.transpose(0, 1)
+            )
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        batch, heads, columns, head_dim = query.shape
+        result = query.new_zeros(batch, columns, heads, head_dim)
+        for index, (new, picked, pages) in enumerate(
+            zip(self._rows, self._columns, self._pages, strict=True)
+        ):
+            row = new.row
+            out = self._attention.prefill(
+                _pick(query[row], picked), _pick(keys[row], picked), _pick(values[row], picked),
+                self._pool, pages, layer, scale,
+                None if self._mass is None else self._mass[index], min(OBSERVED_QUERIES, new.tokens),
+            ).out.transpose(0, 1).to(query.dtype)  # fmt: skip
+            if picked is None:
+                result[row] = out
+            else:
+                result[row, picked] = out
+        self._layers += 1
+        return result
+
+    def masses(self) -> list[NDArray[np.float32]]:
+        if self._mass is None or not self._layers:
+            return []
+        for mass, pages in zip(self._mass, self._pages, strict=True):
+            mass /= self._layers
+            mass[: pages.total_tokens][~_attended(pages)] = np.nan
+        return self._mass
+
+
+def _pick(heads: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """`[heads, columns, head_dim]`, only the given columns."""
+    return heads if columns is None else heads.index_select(1, columns)
+
+
+def _attended(pages: Pages) -> NDArray[np.bool_]:
+    """`[total_tokens]`: which tokens lie in an attendable page."""
+    edges = np.zeros(pages.total_tokens + 1, np.int32)
+    np.add.at(edges, pages.token_starts, 1)
+    np.add.at(edges, pages.token_starts + pages.counts, -1)
+    covered: NDArray[np.bool_] = np.cumsum(edges[:-1]) > 0
+    return covered
+
+
+__all__ = ["OBSERVED_QUERIES", "DecodeStep", "NewTokens", "PagedSession", "PrefillStep", "Rows", "Step"]

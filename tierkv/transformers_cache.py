@@ -1,0 +1,432 @@
+"""`TieredCache`: a transformers cache whose full-attention layers live in tierkv pages.
+
+A forward goes: `begin_forward` lays the new tokens out (tentative), each layer's `update` writes them and hangs
+itself on the key tensor, the attention function `"tierkv"` finds it there and attends pages, `end_forward` commits.
+`tierkv.attach` drives that; an exception in between rolls back to the horizon.
+
+transformers sees the *padded* view (every row as long as the longest); sessions hold real tokens only: padding is
+never written. While drafts are verified (`activate_past_recording`) tokens stay tentative until `crop` accepts them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+import tierkv.attention
+from tierkv.attention.contract import PagedAttention
+from tierkv.errors import GeometryMismatch, UnsupportedModel
+from tierkv.paged_step import DecodeStep, NewTokens, PagedSession, PrefillStep, Step
+
+IMPLEMENTATION = "tierkv"
+"""Name of the attention implementation in transformers' registries."""
+
+CHUNK_TOKENS = 256
+"""New tokens that one forward takes at most; a longer prompt runs in slices, so that it demotes as it goes."""
+
+CHUNK_POOL_SHARE = 4
+"""A slice takes at most one part in this many of the HBM pool: earlier pages and the next slice need room too."""
+
+_HANDLE = "tierkv_layer"
+
+_forwarding: contextvars.ContextVar[TieredCache | None] = contextvars.ContextVar(
+    "tierkv_forward", default=None
+)
+"""The cache that the current forward writes; set by `tierkv.attach`'s wrapper."""
+
+
+class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One full-attention layer of a `TieredCache`; its K/V are in pages, never in tensors.
+
+    Args:
+        cache: the cache it belongs to.
+        page_layer: index into the pages' layers.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: TieredCache, page_layer: int) -> None:
+        super().__init__()
+        self.cache = cache
+        self.page_layer = page_layer
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to allocate: the daemon owns the memory."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new tokens into pages and return them untouched, the layer hung on the key."""
+        self.cache.running_step.write(self.page_layer, key_states, value_states)
+        setattr(key_states, _HANDLE, self)
+        return key_states, value_states
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """`[batch, q_heads, columns, head_dim]` -> `[batch, columns, q_heads, head_dim]`."""
+        return self.cache.running_step.attend(self.page_layer, query, keys, values, scale)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.padded_length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.padded_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Finished(NamedTuple):
+    """What a forward leaves to commit, a row."""
+
+    session: PagedSession
+    token_ids: NDArray[np.int32] | None
+    mass: NDArray[np.float32] | None
+    steps: int
+
+
+class TieredCache(Cache):  # type: ignore[misc]
+    """Drop-in for `DynamicCache` on an attached model: `generate(**inputs, past_key_values=TieredCache(session))`.
+
+    Args:
+        sessions: one a row. A batch (or beams) that is a multiple of them forks each one; the cache owns the forks
+            and closes rows that beam search drops, so read `cache.sessions` afterwards. Sessions that already hold
+            tokens are continued.
+        attention: an implementation of `tierkv.attention`, or its name.
+        chunk_tokens: new tokens a forward takes at most; default 256, less when the HBM pool is small.
+
+    Raises:
+        GeometryMismatch: the sessions' pages differ in shape.
+    """
+
+    def __init__(
+        self,
+        sessions: PagedSession | Sequence[PagedSession],
+        *,
+        attention: PagedAttention | str = "cpu",
+        chunk_tokens: int | None = None,
+    ) -> None:
+        self.sessions: list[PagedSession] = list(sessions) if isinstance(sessions, Sequence) else [sessions]
+        if not self.sessions:
+            raise ValueError("a TieredCache needs at least one session")
+        geometry = self.sessions[0].geometry
+        for session in self.sessions:
+            if session.geometry != geometry:
+                raise GeometryMismatch(
+                    f"rows of one cache share a geometry; got {session.geometry} and {geometry}"
+                )
+        self.attention = tierkv.attention.get(attention) if isinstance(attention, str) else attention
+        self.padded_length = max(session.length for session in self.sessions)
+        self._pads = [list(range(self.padded_length - session.length)) for session in self.sessions]
+        self._chunk_tokens = chunk_tokens
+        self._bound: object | None = None
+        self._step: Step | None = None
+        self._rows: list[NewTokens] = []
+        self._columns = 0
+        self._real: NDArray[np.bool_] | None = None
+        self._observed: list[bool] = []
+        self._ids: NDArray[np.int32] | None = None
+        self._holding = False
+        self._held: list[_Finished] = []
+        self._undo: list[tuple[Any, dict[str, Any]]] = []
+        super().__init__(layers=[TieredLayer(self, index) for index in range(geometry.num_layers)])
+
+    # What transformers asks -----------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"TieredCache(rows={len(self.sessions)}, padded_length={self.padded_length})"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Padded length: columns seen, pads included."""
+        return self.padded_length
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens stay tentative until the `crop` that follows each forward (draft verification)."""
+        super().activate_past_recording()
+        self._holding = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` columns. Tentative tokens go locally, committed ones ask the daemon."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes 0 or a negative number of tokens to remove, not {tokens_to_remove}")
+        for layer in self._own_layers():
+            layer.crop(tokens_to_remove)
+        self._crop_sessions(max(0, self.padded_length + tokens_to_remove))
+
+    def _crop_sessions(self, padded_length: int) -> None:
+        self.padded_length = padded_length
+        for pads, session in zip(self._pads, self.sessions, strict=True):
+            del pads[bisect_left(pads, self.padded_length) :]
+            length = self.padded_length - len(pads)
+            if session.length > max(length, session.horizon):
+                session.rollback(max(length, session.horizon))
+            if session.horizon > length:
+                session.crop(length)
+        self._settle()
+
+    def reset(self) -> None:
+        """Forget everything; the sessions stay open."""
+        self._crop_sessions(0)
+        for layer in self._own_layers():
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was. A row that stays keeps its session; copies are forks."""
+        self._select(beam_idx.tolist())
+        for layer in self._own_layers():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([row for row in range(len(self.sessions)) for _ in range(repeats)])
+        for layer in self._own_layers():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        rows = torch.arange(len(self.sessions))[indices.cpu()]
+        self._select(rows.tolist())
+        for layer in self._own_layers():
+            layer.batch_select_indices(indices)
+
+    def close(self) -> None:
+        """Close every session of the cache, forks included."""
+        for session in self.sessions:
+            session.close()
+        self.sessions, self._pads = [], []
+
+    # What the forward wrapper calls ---------------------------------------------------------------------------
+
+    @property
+    def running_step(self) -> Step:
+        """The step of the forward that runs now."""
+        if self._step is None:
+            raise RuntimeError(
+                "a TieredCache works on an attached model only: call tierkv.attach(model) first"
+            )
+        return self._step
+
+    def chunk_tokens(self, rows: int) -> int:
+        """New tokens that a forward over `rows` rows takes at most."""
+        if self._chunk_tokens is not None:
+            return self._chunk_tokens
+        session = self.sessions[0]
+        share = session.pool.data.size // (CHUNK_POOL_SHARE * session.geometry.token_bytes * rows)
+        return max(session.geometry.page_tokens, min(CHUNK_TOKENS, share))
+
+    def serves(self, owner: object) -> bool:
+        return self._bound is owner
+
+    def bind(self, owner: object, own_layers: dict[int, Any], num_layers: int) -> None:
+        """Take over the attached model's layer pattern: `own_layers` (by index) stay transformers' own.
+
+        Raises:
+            GeometryMismatch: the pages hold another number of layers than the model has full-attention layers.
+            ValueError: the cache served another model, or sessions that hold tokens meet sliding-window layers
+                (whose window nobody kept).
+        """
+        if self._bound is not None:
+            raise ValueError("this TieredCache already serves another model; make one for each model")
+        pages = self.sessions[0].geometry.num_layers
+        if pages != num_layers - len(own_layers):
+            raise GeometryMismatch(
+                f"pages hold {pages} layers, the model has {num_layers - len(own_layers)} full-attention layers; "
+                "open sessions with AttachedModel.open"
+            )
+        if own_layers and self.padded_length:
+            raise ValueError(
+                "a session that already holds tokens cannot continue on a model with sliding windows"
+            )
+        paged = iter(self.layers)
+        self.layers = [own_layers[i] if i in own_layers else next(paged) for i in range(num_layers)]
+        self._bound = owner
+        if self._holding:
+            self.activate_past_recording()
+
+    def begin_forward(
+        self, batch: int, columns: int, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> None:
+        """Lay out `columns` new columns of `batch` rows.
+
+        Args:
+            input_ids: `[batch, columns]`, for the commit; None when embeddings were given.
+            attention_mask: `[batch, padded_length + columns]`, 0 where a column is padding; None: no padding.
+
+        Raises:
+            ValueError: batch or mask do not fit what the cache holds.
+            CapacityError: no pages could be had; nothing is kept.
+        """
+        self._settle()
+        self._fit_batch(batch)
+        self._real = real = self._real_columns(batch, columns, attention_mask)
+        self._undo = [(layer, dict(vars(layer))) for layer in self._own_layers()]
+        self._columns, self._rows = columns, []
+        try:
+            for row, session in enumerate(self.sessions):
+                picked = None if real is None or real[row].all() else np.flatnonzero(real[row])
+                tokens = columns if picked is None else len(picked)
+                if tokens:
+                    self._rows.append(NewTokens(session, row, tokens, picked))
+                    session.begin(tokens)
+            if self._rows:
+                self._build_step(batch)
+        except BaseException:
+            self.abandon_forward()
+            raise
+        self._ids = None if input_ids is None else input_ids.numpy(force=True).astype(np.int32, copy=False)
+
+    def end_forward(self) -> None:
+        """The forward succeeded: commit (or hold) its tokens, send what it observed, open the step boundary."""
+        step, rows, self._step, self._undo = self.running_step, self._rows, None, []
+        decoded = self._columns == 1 or (self._holding and self.padded_length > 0)
+        masses: list[NDArray[np.float32]] = step.masses() if any(self._observed) else []
+        for index, new in enumerate(rows):
+            ids = None
+            if self._ids is not None:
+                ids = self._ids[new.row] if new.columns is None else self._ids[new.row, new.columns]
+            mass = masses[index] if masses and self._observed[index] else None
+            self._held.append(_Finished(new.session, ids, mass, int(decoded)))
+        if self._real is not None:
+            for pads, real in zip(self._pads, self._real, strict=True):
+                pads.extend((np.flatnonzero(~real) + self.padded_length).tolist())
+        self.padded_length += self._columns
+        self._rows, self._ids = [], None
+        if not self._holding:
+            self._settle()
+        for new in rows:
+            new.session.end()
+
+    def abandon_forward(self) -> None:
+        """The forward failed: its tokens are gone, the sessions stand at their horizon."""
+        rows, self._rows, self._step, self._ids = self._rows, [], None, None
+        for new in rows:
+            if new.session.length > new.session.horizon:
+                new.session.rollback(new.session.horizon)
+            new.session.end()
+        for layer, state in self._undo:
+            vars(layer).clear()
+            vars(layer).update(state)
+        self._undo = []
+
+    # Inside ---------------------------------------------------------------------------------------------------
+
+    def _own_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, TieredLayer)]
+
+    def _build_step(self, batch: int) -> None:
+        if self._columns > 1:
+            self._observed = [True] * len(self._rows)
+            self._step = PrefillStep(self.attention, self._rows, observed=True)
+            return
+        # The step that this forward will be is session.step + 1.
+        self._observed = [(n.session.step + 1) % max(1, n.session.observe_every) == 0 for n in self._rows]
+        self._step = DecodeStep(self.attention, self._rows, batch, any(self._observed))
+
+    def _settle(self) -> None:
+        """Commit what is held; `crop` may have shortened it."""
+        held, self._held = self._held, []
+        for session, ids, mass, steps in held:
+            fresh = session.length - session.horizon
+            if fresh > 0:
+                session.commit(None if ids is None else ids[:fresh], steps=steps)
+                if mass is not None:
+                    session.observe(mass[: session.length])
+
+    def _fit_batch(self, batch: int) -> None:
+        rows = len(self.sessions)
+        if batch == rows:
+            return
+        if batch < rows or batch % rows or self._own_layers_hold_tokens():
+            raise ValueError(f"a batch of {batch} rows does not fit a TieredCache of {rows} sessions")
+        self._select([row for row in range(rows) for _ in range(batch // rows)])
+
+    def _own_layers_hold_tokens(self) -> bool:
+        return self.padded_length > 0 and bool(self._own_layers())
+
+    def _real_columns(self, batch: int, columns: int, mask: torch.Tensor | None) -> NDArray[np.bool_] | None:
+        """`[batch, columns]`: False where a new column is padding; None when none is."""
+        if mask is None:
+            return None
+        if mask.ndim != 2 or mask.shape != (batch, self.padded_length + columns):
+            raise ValueError(
+                f"attention_mask is {tuple(mask.shape)}; a TieredCache that holds {self.padded_length} columns takes "
+                f"the 2-D mask of all of them and the new ones, {(batch, self.padded_length + columns)}"
+            )
+        whole = mask.numpy(force=True)
+        real = whole[:, self.padded_length :] != 0
+        if columns > 1 and self.padded_length:
+            seen = np.ones((batch, self.padded_length), bool)
+            for row, pads in enumerate(self._pads):
+                seen[row, pads] = False
+            if not np.array_equal(whole[:, : self.padded_length] != 0, seen):
+                raise ValueError(
+                    "attention_mask hides or shows cached columns otherwise than when they were written"
+                )
+        return None if real.all() else real
+
+    def _select(self, order: list[int]) -> None:
+        """Rows become `order` of the present ones."""
+        self._settle()
+        old, old_pads = self.sessions, self._pads
+        # A session stays in its own row where it can, else with the first row that wants it; others get forks.
+        keeper: dict[int, int] = {}
+        for row, source in enumerate(order):
+            if source not in keeper or row == source:
+                keeper[source] = row
+        self.sessions = [old[src] if keeper[src] == row else old[src].fork() for row, src in enumerate(order)]
+        self._pads = [list(old_pads[source]) for source in order]
+        for row, session in enumerate(old):
+            if row not in keeper:
+                session.close()
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: pages where the key carries a layer, sdpa everywhere else."""
+    layer: TieredLayer | None = getattr(key, _HANDLE, None)
+    if layer is None:
+        cache, index = _forwarding.get(), getattr(module, "layer_idx", None)
+        if cache is not None and index is not None and isinstance(cache.layers[index], TieredLayer):
+            raise UnsupportedModel(
+                f"{type(module).__name__} changes its keys after the cache update; pages cannot serve it"
+            )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+    for feature in ("s_aux", "softcap", "position_bias"):
+        if kwargs.get(feature) is not None:
+            raise UnsupportedModel(f"{type(module).__name__} attends with {feature}; pages cannot serve it")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return layer.attend(query, key, value, scale), None
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Pages hold no padding and are causal by construction: no mask. Everything else gets sdpa's.
+
+    `local_size` marks the mask of sliding-window layers, which keep transformers' own cache and sdpa.
+    """
+    if _forwarding.get() is not None and kwargs.get("local_size") is None:
+        return None
+    return sdpa_mask(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+
+__all__ = ["CHUNK_TOKENS", "IMPLEMENTATION", "TieredCache", "TieredLayer"]
