@@ -58,7 +58,7 @@ FUSED_GROUP = 16
 """Query heads that the codecs' fused kernels take at once."""
 
 
-@kernel(fastmath=True)
+@kernel(inline=True)
 def attend_segment(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     layer: int, num_layers: int, kv_heads: int, head: int, scale: np.float32,
@@ -131,7 +131,7 @@ def attend_segment(
     has_low[0] = low_ready
 
 
-@kernel()
+@kernel(fastmath=True)
 def attend_lane(
     lane: int, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
@@ -246,7 +246,7 @@ def decode(
     piece = max(1, (row_starts[rows] * kv_heads + lanes - 1) // lanes)
     for lane in prange(lanes):
         attend_lane(
-            lane, piece, query, words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, scale,
+            np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, scale,
             offsets, kinds, counts, row_starts, blocks, weights, low_query, low_bias,
             tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, logits,
         )  # fmt: skip

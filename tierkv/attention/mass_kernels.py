@@ -49,7 +49,7 @@ def add_token_mass(
     pages = counts.shape[0]
     piece = (pages + lanes - 1) // lanes
     for lane in prange(lanes):
-        probabilities_of_lane(lane, piece, logits, counts, row_starts, log_sum_exp)
+        probabilities_of_lane(np.int64(lane), piece, logits, counts, row_starts, log_sum_exp)
     # Serial: rows that share a prefix may name the same tokens.
     for page in range(pages):
         total = ZERO

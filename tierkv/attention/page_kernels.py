@@ -71,7 +71,7 @@ def unit_rows(rows: int, columns: int, first: int) -> Floats:
     return units
 
 
-@kernel()
+@kernel(inline=True)
 def read_head(
     words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     layer: int, num_layers: int, kv_heads: int, head: int, page_tokens: int,
@@ -138,6 +138,23 @@ def read_head(
             )
 
 
+@kernel()
+def read_lane(
+    lane: int, piece: int,
+    words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
+    layer: int, num_layers: int, kv_heads: int, page_tokens: int,
+    offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], places: NDArray[np.int64],
+    keys: Floats, values: Floats,
+) -> None:  # fmt: skip
+    """The pages `[lane * piece, (lane + 1) * piece)`, all heads."""
+    for head in range(kv_heads):
+        read_head(
+            words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, head, page_tokens,
+            offsets, kinds, counts, places, lane * piece, min(offsets.shape[0], (lane + 1) * piece),
+            keys[head], values[head],
+        )  # fmt: skip
+
+
 @kernel(parallel=True)
 def read_block(
     words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
@@ -146,12 +163,10 @@ def read_block(
     lanes: int, keys: Floats, values: Floats,
 ) -> None:  # fmt: skip
     """All given pages into dense `keys`, `values` `[kv_heads, tokens, head_dim]`, one layer."""
-    pages = offsets.shape[0]
-    piece = (pages + lanes - 1) // lanes
+    piece = (offsets.shape[0] + lanes - 1) // lanes
     for lane in prange(lanes):
-        for head in range(kv_heads):
-            read_head(
-                words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, head, page_tokens,
-                offsets, kinds, counts, places, lane * piece, min(pages, (lane + 1) * piece),
-                keys[head], values[head],
-            )  # fmt: skip
+        # A prange index is unsigned, and a second compilation of everything below it would follow from that.
+        read_lane(
+            np.int64(lane), piece, words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, page_tokens,
+            offsets, kinds, counts, places, keys, values,
+        )  # fmt: skip
