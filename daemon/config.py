@@ -26,6 +26,7 @@ from pydantic_settings import (
 from tierkv.daemon import limits
 from tierkv.errors import ConfigError, UnknownRegion
 from tierkv.geometry import PAGE_TOKENS, Geometry
+from tierkv.handshake import default_state_dir, socket_path
 from tierkv.protocol import ATTACH_SOCKET, REQUEST_SOCKET
 from tierkv.regions import parse_region
 
@@ -71,11 +72,6 @@ def parse_pins(value: object) -> object:
             "is not a list of pins; write region=level, for instance system=attendable,plan=exact"
         )
     return {region.strip(): level.strip() for region, _, level in pairs}
-
-
-def default_state_dir() -> Path:
-    """`/dev/shm/tierkv-<uid>`: tmpfs, so that the host pool is memory."""
-    return Path(f"/dev/shm/tierkv-{os.getuid()}")
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -242,7 +238,8 @@ def check_machine(config: DaemonConfig, root: Path = Path("/"), reusable: int = 
     Raises:
         ConfigError: names the value, the limit, and what to change.
     """
-    limits.check_socket_paths(config.state_dir, (ATTACH_SOCKET, REQUEST_SOCKET))
+    for name in (ATTACH_SOCKET, REQUEST_SOCKET):
+        socket_path(config.state_dir, name)
     room = limits.file_system_room(config.state_dir)
     limits.check_sizes(config.hbm, config.host, limits.memory_limits(root), room, reusable)
 
@@ -296,7 +293,7 @@ def _from_file(file: Path) -> dict[str, object]:
 def _unknown(key: str, origin: str) -> ConfigError:
     names = list(DaemonConfig.model_fields)
     return ConfigError(
-        f"there is no setting {key!r} ({origin}){_suggest(key, names)}; `tierkv config show` lists all"
+        f"there is no setting {key!r} ({origin}){_suggest(key, names)} (`tierkv config show` lists all)"
     )
 
 

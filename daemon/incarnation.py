@@ -102,7 +102,7 @@ class Incarnation:
 
     def stop(self, drain: bool = True, timeout: float = 30.0) -> None:
         """End everything; with `drain`, first stop admitting and finish moves. Twice is once."""
-        if drain and not self._stopped:
+        if drain and not self._stopped and self.service.loop.alive():
             self.drain(timeout)
         self._stopped = True
         self._undo.close()
@@ -195,8 +195,7 @@ class Incarnation:
 
     def _snapshot(self) -> Snapshot | None:
         """The loop's latest; never waits for the loop."""
-        snapshot = self.service.loop.snapshot
-        return snapshot if isinstance(snapshot, Snapshot) else None
+        return self.service.loop.snapshot
 
 
 def tidy(state_dir: Path) -> None:

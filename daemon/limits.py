@@ -14,9 +14,6 @@ HEADROOM_BYTES = 512 << 20
 UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number beyond this."""
 
-PATH_LIMIT = 107
-"""Longest path of a Unix socket on Linux, in bytes."""
-
 
 class Limit(NamedTuple):
     """`room` bytes that may still be taken; `name` says who sets the limit, for error messages."""
@@ -64,17 +61,6 @@ def check_sizes(hbm: int, host: int, limits: list[Limit], files: Limit, reusable
             raise ConfigError(
                 f"{what} = {show_bytes(asked)}, but the {limit.name} leaves {show_bytes(room)} for pools "
                 f"(after {show_bytes(HEADROOM_BYTES)} for the daemon itself); lower {flag}"
-            )
-
-
-def check_socket_paths(state_dir: Path, names: tuple[str, ...]) -> None:
-    """Raises `ConfigError` when a socket in `state_dir` would have a longer path than Linux takes."""
-    for name in names:
-        path = os.fsencode(state_dir / name)
-        if len(path) > PATH_LIMIT:
-            raise ConfigError(
-                f"state_dir = {state_dir} is too long: {name} in it would have a path of {len(path)} bytes, and "
-                f"a Unix socket takes at most {PATH_LIMIT}; choose a shorter --state-dir"
             )
 
 

@@ -1,8 +1,8 @@
 """A Ray of our own for a daemon without a cluster: small, private, and gone with the daemon.
 
-Its folder (sockets, logs) lies in the system's temporary folder and is named in `ray.json` of the state directory, so
-that the next daemon removes what a killed one left. Other users and machines cannot use it: it wants a token that lies
-in the state directory.
+Its folder (sockets, logs) lies in the system's temporary folder. A reaper (`reaper.py`) waits for the end of this
+process, however it ends, and clears up after it; `ray.json` in the state directory names the folder for the next
+daemon. Other users and machines cannot use this Ray: it wants a token that lies in the state directory.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tierkv.daemon import reaper
 from tierkv.errors import ConfigError
 
 RECORD = "ray.json"
@@ -24,6 +26,8 @@ TOKEN = "ray.token"
 PREFIX = "tierkv-ray-"
 OBJECT_STORE_BYTES = 80_000_000
 """About Ray's minimum (75 MiB); no page passes through it."""
+
+REAP_SECONDS = 2 * reaper.GRACE_SECONDS
 
 MAX_TEMP_CHARACTERS = 30
 """Ray's own sockets add about 65 characters to this folder, and a socket's path may have 107."""
@@ -99,6 +103,11 @@ class LocalRay:
             tempfile.mkdtemp(prefix=PREFIX, dir=temp if len(temp) <= MAX_TEMP_CHARACTERS else "/tmp")
         )
         self._write(Record(str(self.folder)))
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-I", reaper.__file__, str(self.folder)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -128,19 +137,22 @@ class LocalRay:
         import ray
 
         ray.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._reaper.communicate(timeout=REAP_SECONDS)
         self._record.unlink(missing_ok=True)
         self._token.unlink(missing_ok=True)
 
 
 def remove_leftovers(state_dir: Path) -> Path | None:
-    """Remove the folder that a killed daemon's Ray left; returns it. Call under the daemon's lock."""
+    """End what a killed daemon's Ray left, and remove its folder; returns it. Call under the daemon's lock.
+
+    Usually the reaper was there before; this is for when it was killed too.
+    """
     record = state_dir / RECORD
     try:
         folder = Path(msgspec.json.decode(record.read_bytes(), type=Record).folder)
     except (OSError, msgspec.DecodeError):
         return None
-    if folder.name.startswith(PREFIX):  # a damaged record must not remove anything else
-        shutil.rmtree(folder, ignore_errors=True)
+    if folder.name.startswith(PREFIX):  # a damaged record must not end or remove anything else
+        reaper.reap(folder, grace=0.0)
     record.unlink(missing_ok=True)
     return folder

@@ -207,7 +207,7 @@ def _total(
 def _score_histogram(now: Snapshot) -> GaugeHistogramMetricFamily:
     """How the scores of sealed pages lie at this moment (not over time)."""
     family = GaugeHistogramMetricFamily("tierkv_page_score", "Scores of sealed pages now.", labels=["region"])
-    edges = np.array(SCORE_BUCKETS)
+    edges = np.array(SCORE_BUCKETS, np.float32)  # as the scores are
     for region in REGION_NAMES:
         scores = np.sort(now.page_scores.get(region, np.zeros(0, np.float32)))
         below = np.searchsorted(scores, edges, side="right")

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tierkv.daemon.registry import boot_id
 from tierkv.errors import ConfigError, StateDirectoryLocked
 from tierkv.protocol import ATTACH_SOCKET, REQUEST_SOCKET
 
@@ -31,8 +32,6 @@ DAEMON_LOCK = "daemon.lock"
 EPOCH = "epoch"
 HTTP = "http.json"
 SOCKETS = (ATTACH_SOCKET, REQUEST_SOCKET)
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -60,11 +59,6 @@ class HttpRecord(msgspec.Struct, frozen=True):
     url: str
     pid: int
     epoch: int
-
-
-def boot_id() -> str:
-    """Changes with every boot of this machine."""
-    return BOOT_ID.read_text().strip()
 
 
 def make_private(state_dir: Path) -> None:

@@ -1,0 +1,186 @@
+"""The commands of `tierkv`. Every one reads only and takes `--json`; 1 is the exit code when no daemon answers.
+
+`status` and `stats` ask over HTTP, which answers whatever the loop does; `ping` takes a worker's way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tierkv.daemon.config import load_config
+from tierkv.daemon.limits import show_bytes
+from tierkv.daemon.statedir import read_holder, read_http
+from tierkv.errors import ConfigError, OwnerUnavailable, TierKVError
+from tierkv.handshake import default_state_dir
+
+HTTP_SECONDS = 5.0
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+config_app = typer.Typer(no_args_is_help=True, help="The configuration.")
+app.add_typer(config_app, name="config")
+
+StateDir = Annotated[Path | None, typer.Option(help="Of the daemon; default $TIERKV_STATE_DIR.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command()
+def status(state_dir: StateDir = None, as_json: Json = False) -> None:
+    """Whether the daemon is well, and how full its tiers are."""
+    with _errors():
+        now = fetch_status(state_dir)
+        if as_json:
+            return _print_json(now)
+        stats = now["stats"]
+        _print_rows(
+            [
+                ("version", f"{now['version']}, epoch {now['epoch']}, process {now['pid']}"),
+                ("health", now["health"]["reason"] or "well"),
+                ("ready", now["ready"]["reason"] or "takes sessions"),
+                ("endpoint", now["endpoint"]),
+                ("http", now["url"]),
+                ("codec, policy", f"{now['codec']}, {now['policy']}"),
+                (
+                    "sessions",
+                    f"{stats['sessions']:.0f} of {stats['workers']:.0f} workers, {stats['tokens']:,.0f} tokens",
+                ),
+                ("hbm", _filled(stats, "hbm")),
+                ("host", _filled(stats, "host")),
+                *(
+                    (
+                        f"pages {tier}",
+                        f"{stats[f'pages_{tier}']:,.0f} ({show_bytes(int(stats[f'bytes_{tier}']))})",
+                    )
+                    for tier in ("hbm", "quantized", "host")
+                ),
+                ("pages dropped", f"{stats['pages_dropped']:,.0f}"),
+            ]
+        )
+
+
+@app.command()
+def stats(
+    state_dir: StateDir = None,
+    session: Annotated[int | None, typer.Option(help="One session's numbers instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The daemon's numbers, one a line."""
+    with _errors():
+        if session is None:
+            values = fetch_status(state_dir)["stats"]
+        else:
+            import tierkv
+
+            with tierkv.connect(state_dir) as client:
+                values = client.stats(session)
+        if as_json:
+            return _print_json(values)
+        _print_rows([(name, f"{value:g}") for name, value in values.items()])
+
+
+@app.command()
+def ping(
+    state_dir: StateDir = None,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Round trips.")] = 100,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a daemon.")] = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Measure round trips over the workers' channel, in microseconds."""
+    with _errors():
+        import tierkv
+
+        with tierkv.connect(state_dir, timeout) as client:
+            trips = sorted(client.ping() * 1e6 for _ in range(count))
+            found = {
+                "epoch": client.epoch,
+                "count": count,
+                "min_us": trips[0],
+                "median_us": statistics.median(trips),
+                "p99_us": trips[min(count - 1, round(0.99 * (count - 1)))],
+                "max_us": trips[-1],
+            }
+        if as_json:
+            return _print_json(found)
+        _print_rows([(name, f"{value:,.0f}") for name, value in found.items()])
+
+
+@config_app.command()
+def show(
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    running: Annotated[bool, typer.Option("--running", help="Of the running daemon.")] = False,
+    state_dir: StateDir = None,
+    as_json: Json = False,
+) -> None:
+    """Every setting, its value, and where it comes from."""
+    with _errors():
+        if running:
+            now = fetch_status(state_dir)
+            values, origins = now["config"], now["origins"]
+        else:
+            loaded = load_config({"state_dir": state_dir}, config)
+            values, origins = loaded.config.model_dump(mode="json"), loaded.origins
+        if as_json:
+            return _print_json({key: {"value": values[key], "origin": origins[key]} for key in values})
+        width = max(map(len, values))
+        for key, value in values.items():
+            print(f"{key:{width}}  {_show(key, value)}  ({origins[key]})")
+
+
+def fetch_status(state_dir: Path | None) -> dict[str, Any]:
+    """The running daemon's `/status`. Raises `OwnerUnavailable` with what to do."""
+    folder = state_dir or default_state_dir()
+    found = read_http(folder)
+    if found is None:
+        holder = read_holder(folder)
+        why = f"process {holder.pid} is starting or restarting" if holder else "no daemon runs there"
+        raise OwnerUnavailable(
+            f"nothing answers at {folder}: {why}; start tierkv-daemon, or name its --state-dir"
+        )
+    try:
+        with urllib.request.urlopen(f"{found.url}/status", timeout=HTTP_SECONDS) as answer:
+            status: dict[str, Any] = json.load(answer)
+            return status
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise OwnerUnavailable(
+            f"{found.url}/status of process {found.pid} does not answer ({error}); the daemon is restarting or dead"
+        ) from None
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """One sentence on stderr and an exit code instead of a traceback."""
+    try:
+        yield
+    except TierKVError as error:
+        print(f"tierkv: {error}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _print_rows(rows: list[tuple[str, str]]) -> None:
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:
+        print(f"{label:{width}}  {value}")
+
+
+def _filled(stats: dict[str, float], pool: str) -> str:
+    used, size = int(stats[f"{pool}_used_bytes"]), int(stats[f"{pool}_capacity_bytes"])
+    return f"{show_bytes(used)} of {show_bytes(size)}" + (f" ({used / size:.0%})" if size else "")
+
+
+def _show(key: str, value: object) -> str:
+    if key in ("hbm", "host") and isinstance(value, int):
+        return f"{show_bytes(value)} ({value:,} bytes)"
+    return "the policy's own" if value is None else json.dumps(value)
