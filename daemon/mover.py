@@ -19,11 +19,15 @@ import xxhash
 
 from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize
 from tierkv.daemon.pools import BytePool, Bytes
+from tierkv.geometry import DTypeName, Geometry
 from tierkv.quant.contract import Codec, NonFiniteValues
 
 log = logging.getLogger(__name__)
 
 Move = Quantize | Copy | FitCodec
+
+WARM_UP_HEAD_DIM = 64
+"""A head size that every codec packs."""
 
 KEY_MASK = (1 << 64) - 1
 """xxh3 seeds are 64 bits."""
@@ -68,6 +72,8 @@ class Mover:
         self._started_at: float | None = None
         self._stopping = False
         self.restarts = 0
+        self.warmed = threading.Event()
+        """The codec's kernels are compiled: seconds on a machine that has not run them, less from numba's cache."""
 
     def start(self) -> None:
         thread = threading.Thread(target=self._run, name="tierkv-mover", daemon=True)
@@ -107,7 +113,23 @@ class Mover:
         if self._thread is not None:
             self._thread.join(timeout)
 
+    def _warm_up(self) -> None:
+        """Encode one small page of each element type, so that the first demotion need not wait for a compiler."""
+        dtypes: tuple[DTypeName, ...] = ("bfloat16", "float16", "float32")
+        for dtype in dtypes:
+            geometry = Geometry(1, 1, WARM_UP_HEAD_DIM, dtype)
+            page = np.zeros(geometry.page_bytes, np.uint8)
+            state = self._codec.fit_state(geometry, [page], [1])
+            packed = np.empty(self._codec.page_bytes(geometry), np.uint8)
+            self._codec.encode(geometry, page, geometry.page_tokens, state, packed)
+
     def _run(self) -> None:
+        if not self.warmed.is_set():
+            try:
+                self._warm_up()
+            except Exception:
+                log.exception("the codec could not be warmed up")
+            self.warmed.set()
         while (move := self._queue.get()) is not None:
             self._started_at = time.monotonic()
             result: MoveDone | MoveFailed = MoveFailed(move.move, "io")

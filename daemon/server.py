@@ -175,7 +175,6 @@ class OwnerLoop:
         self.last_tick = time.monotonic()
         self.errors = 0
         self.malformed = 0
-        self.draining = False
         self.snapshot: Snapshot | None = None
         """The brain's numbers, at most `SNAPSHOT_SECONDS` old, for threads that must not wait."""
         self._snapshot_at = 0.0
@@ -400,18 +399,13 @@ class OwnerLoop:
         if isinstance(request.op, Stats):
             result = self._stats(request.op.session)
         elif isinstance(request.op, Drain):
-            self.drain()
+            self._feed(events.Draining())
         raw = self._reply(request.id, result)
         if peer is not None:
             peer.outbox.append(raw)
         else:
             self._send_raw(identity, raw)
         self._metrics.request(_name(request.op), time.monotonic() - now)
-
-    def drain(self) -> None:
-        """Stop admitting sessions and pages. For the loop's thread; others `post(Draining())`."""
-        self.draining = True
-        self._feed(events.Draining())
 
     def _stats(self, session: int) -> Result:
         try:

