@@ -92,16 +92,16 @@ def page_values(
     zeros = block + page_tokens * spans
     codes = zeros + page_tokens * spans
     place = (layer * num_heads + head) * page_tokens * spans
-    tile, factors, offsets = stack_floats(256), stack_floats(128), stack_floats(16)
+    tile, factors, offsets = stack_floats(128), stack_floats(128), stack_floats(16)
     groups = acc.shape[0]
-    for token in range(0, count, TERMS):
-        terms = min(TERMS, count - token)
-        if terms < TERMS:
-            factors[:] = _ZERO
-        if terms <= 4:
-            tile[:] = _ZERO
-        for span in range(spans):
-            offsets[:groups] = _ZERO
+    for span in range(spans):
+        offsets[:groups] = _ZERO
+        for token in range(0, count, TERMS):
+            terms = min(TERMS, count - token)
+            if terms < TERMS:
+                factors[:] = _ZERO
+            if terms <= 4:
+                tile[:] = _ZERO
             for term in range(terms):
                 group = (token + term) * spans + span
                 scale = stored_float(page, scale_header, place + group, page[block + group])
@@ -116,8 +116,9 @@ def page_values(
                     unpack_integers(page, row + head_dim, tile, 4, 1)
                 for g in range(groups):
                     add_rows(tile, 0, factors, g * TERMS, acc, g * head_dim + channel)
-                    for lane in range(LANES):
-                        acc[g, channel + lane] += offsets[g]
+        for g in range(groups):
+            for channel in range(span * CHANNELS, (span + 1) * CHANNELS):
+                acc[g, channel] += offsets[g]
 
 
 @kernel(fastmath=True)
