@@ -7,19 +7,20 @@ memory is given out: bytes that nobody has claimed yet may still be somebody's. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
+from tierkv.daemon.allocator import SizeClass, aligned
 from tierkv.daemon.pages import Guard, Ladder
 from tierkv.daemon.sessions import Model, Session
 from tierkv.daemon.state import State
 from tierkv.errors import RequestError
 from tierkv.geometry import Geometry
-from tierkv.protocol import PageEntry, SessionState
+from tierkv.protocol import PageEntry, SessionState, TableState
 from tierkv.regions import Region, parse_region
 from tierkv.table import NOWHERE, Kind
+
+Lost = tuple[int, int, int]
+"""(session, first token, stop token)."""
 
 
 class Adoption:
@@ -29,46 +30,60 @@ class Adoption:
         """No memory may be given out yet."""
 
     def end(self) -> None:
+        """Unclaimed memory is free from now on. Models whose codec state was still unfitted get room for one."""
         self.pending = False
+        for model in self._state.models.values():
+            if model.state_bytes and model.state_offset == NOWHERE:
+                block = self._state.hbm.allocate_block(aligned(model.state_bytes))
+                model.state_offset = NOWHERE if block is None else block
 
     def adopt(
-        self, client: str, handed: SessionState, ladder: Callable[[str], Ladder],
-        pins: Callable[[dict[str, str] | None], dict[Region, Guard]],
-    ) -> None:  # fmt: skip
-        """Rebuild one session from its worker's table. Raises `RequestError` when it claims what is not free."""
+        self, client: str, handed: SessionState, ladder: Ladder, pins: dict[Region, Guard]
+    ) -> list[Lost]:
+        """Rebuild one session from its worker's table; returns what no replica holds.
+
+        Raises:
+            RequestError: the table contradicts itself; nothing is claimed then.
+        """
         state, table, fields = self._state, handed.table, handed.geometry
         if table.session in state.sessions:
-            return  # the worker attached twice to the same owner
+            return []  # the worker attached twice to the same owner
         geometry = Geometry(
             fields.num_layers, fields.num_kv_heads, fields.head_dim, fields.dtype, fields.page_tokens
         )
+        _check(table, geometry)
         model = state.register_model(handed.model_id, geometry)
-        if model.state_bytes and model.state_offset == NOWHERE and table.codec_state != NOWHERE:
-            if not state.hbm.claim_block(table.codec_state, aligned(model.state_bytes)):
-                raise RequestError(f"codec state at {table.codec_state} is not free in the adopted pool")
-            model.state_offset = model.state = table.codec_state
+        self._claim_codec_state(model, table.codec_state)
         session = Session(
-            table.session, client, model, handed.options, ladder(handed.options.ladder), pins(handed.options.pins),
-            state.policy.new_state(), {table.session}, version=table.version, acked=table.version, step=handed.step,
+            table.session, client, model, handed.options, ladder, pins, state.policy.new_state(), {table.session},
+            version=table.version, acked=table.version, step=handed.step, active_at=state.now,
         )  # fmt: skip
-        session.active_at = state.now
         state.sessions[session.id] = session
         state.clients[client].sessions.add(session.id)
         model.sessions.add(session.id)
+        lost = []
         for row, entry in enumerate(table.pages):
             is_open = table.tail_open and row == len(table.pages) - 1
-            self._adopt_page(session, entry, sealed=not is_open)
+            start = session.length
+            if not self._adopt_page(session, entry, sealed=not is_open):
+                lost.append((session.id, start, start + entry.count))
         for blank in table.blanks:
-            slot = self._claim(session, PageEntry(blank.page, 0, 0, Kind.EXACT, blank.offset))
+            slot, _ = self._claim(session, PageEntry(blank.page, 0, 0, Kind.EXACT, blank.offset))
             session.blanks.append(slot)
         session.tail_open = table.tail_open
-        if session.length != table.length:
-            raise RequestError(
-                f"session {session.id} hands back {session.length} tokens and says {table.length}"
-            )
+        return lost
 
-    def _adopt_page(self, session: Session, entry: PageEntry, sealed: bool) -> None:
+    def _claim_codec_state(self, model: Model, offset: int) -> None:
+        state = self._state
+        if model.state_bytes and model.state_offset == NOWHERE and offset != NOWHERE:
+            if not state.hbm.claim_block(offset, aligned(model.state_bytes)):
+                raise RequestError(f"codec state at {offset} is not free in the adopted pool")
+            model.state_offset = model.state = offset
+
+    def _adopt_page(self, session: Session, entry: PageEntry, sealed: bool) -> bool:
+        """False when a page that had a replica has none now."""
         state, pages = self._state, self._state.pages
+        whole = True
         if entry.page in pages.index:
             slot = pages.index[entry.page]
             state.share(slot, session)
@@ -76,8 +91,8 @@ class Adoption:
             for member in session.family:
                 state.sessions[member].family = session.family
         else:
-            slot = self._claim(session, entry)
-        region = parse_region(entry.region)
+            slot, whole = self._claim(session, entry)
+        region = Region(entry.region)
         pages.region[slot], pages.sealed[slot] = region, sealed
         pages.count[slot] = max(int(pages.count[slot]), entry.count)
         if sealed:
@@ -87,26 +102,46 @@ class Adoption:
         session.counts.append(entry.count)
         session.length += entry.count
         session.tokens.append(np.full(entry.count, region, np.int8), session.step)
+        if not whole:
+            state.touch(slot)
+        return whole or bool(pages.kind[slot]) or bool(pages.host_kind[slot])
 
-    def _claim(self, session: Session, entry: PageEntry) -> int:
-        state, model = self._state, session.model
-        slot = state.pages.add(entry.page, model.index, session.id, NOWHERE, int(session.ladder))
+    def _claim(self, session: Session, entry: PageEntry) -> tuple[int, bool]:
+        """The page's slot, and whether every replica that the worker names could be claimed."""
+        state, model, pages = self._state, session.model, self._state.pages
+        slot = pages.add(entry.page, model.index, session.id, NOWHERE, int(session.ladder))
+        whole = True
         if entry.kind != Kind.NONE:
-            replica = "quant" if entry.kind == Kind.QUANTIZED else "exact"
-            self._take(state.hbm, _size(model, entry.kind), entry.offset, entry.page)
-            getattr(state.pages, replica)[slot] = entry.offset
-            state.pages.kind[slot] = entry.kind
+            if state.hbm.claim(_size(model, entry.kind), entry.offset):
+                getattr(pages, "quant" if entry.kind == Kind.QUANTIZED else "exact")[slot] = entry.offset
+                pages.kind[slot] = entry.kind
+            else:
+                whole = False
         if entry.host_kind != Kind.NONE:
-            self._take(state.host, _size(model, entry.host_kind), entry.host_offset, entry.page)
-            state.pages.host[slot], state.pages.host_kind[slot] = entry.host_offset, entry.host_kind
-            state.pages.checksum[slot] = entry.host_checksum
-        return slot
+            if state.host.claim(_size(model, entry.host_kind), entry.host_offset):
+                pages.host[slot], pages.host_kind[slot] = entry.host_offset, entry.host_kind
+                pages.checksum[slot] = entry.host_checksum
+            else:
+                whole = False
+        return slot, whole
 
-    def _take(self, pool: PoolAllocator, size_class: SizeClass, offset: int, page: int) -> None:
-        if not pool.claim(size_class, offset):
-            raise RequestError(
-                f"page {page:#x} claims bytes at {offset} that are not free in the adopted pool"
-            )
+
+def _check(table: TableState, geometry: Geometry) -> None:
+    kinds = {kind.value for kind in Kind}
+    for entry in table.pages:
+        parse_region(entry.region)
+        if (
+            entry.kind not in kinds
+            or entry.host_kind not in kinds
+            or not 1 <= entry.count <= geometry.page_tokens
+        ):
+            raise RequestError(f"page {entry.page:#x} of session {table.session} is not a page: {entry}")
+    names = [entry.page for entry in table.pages] + [blank.page for blank in table.blanks]
+    if len(set(names)) != len(names):
+        raise RequestError(f"session {table.session} names a page twice")
+    tokens = sum(entry.count for entry in table.pages)
+    if tokens != table.length:
+        raise RequestError(f"session {table.session} hands back {tokens} tokens and says {table.length}")
 
 
 def _size(model: Model, kind: int) -> SizeClass:

@@ -128,8 +128,15 @@ class Brain:
 
     def _attached(self, event: events.Attached) -> None:
         self.state.clients.setdefault(event.client, Client(event.client))
-        for state in event.sessions:
-            self.adoption.adopt(event.client, state, self._ladder, self._region_pins)
+        lost: list[tuple[int, int, int]] = []
+        for handed in event.sessions:
+            try:
+                ladder, pins = self._ladder(handed.options.ladder), self._region_pins(handed.options.pins)
+                lost += self.adoption.adopt(event.client, handed, ladder, pins)
+            except TierKVError:
+                lost.append((handed.table.session, 0, handed.table.length))
+        if event.sessions:
+            self.state.out.append(events.Adopted(event.client, tuple(lost)))
 
     def _adoption_ended(self, event: events.AdoptionEnded) -> None:
         self.adoption.end()
@@ -322,10 +329,7 @@ class Brain:
         state, model = self.state, session.model
         if self.pressure.budget_room(session) < count * model.exact.frame:
             return []
-        free = state.hbm.free_frames(model.exact.frame)
-        tiered = session.ladder is Ladder.TIERED and any(state.pages.sealed[state.pages.slots()])
-        keep = int(tiered and not state.hbm.free_items(model.quant))
-        if free < count + keep:
+        if state.hbm.free_frames(model.exact.frame) < count + self.pressure.kept_frames(model):
             return []
         frames = [state.hbm.allocate(model.exact) for _ in range(count)]
         return [frame for frame in frames if frame is not None]

@@ -103,8 +103,8 @@ class Moves:
         return False
 
     def _give_up(self, slot: int) -> None:
+        """The page stays what it is; it may be chosen again at once."""
         self.state.pages.goal[slot] = Goal.NONE
-        self.state.pages.retry_at[slot] = self.state.now + RETRY_SECONDS
         self._reason.pop(slot, None)
 
     def _towards_quantized(self, slot: int) -> bool:
@@ -375,7 +375,7 @@ class Moves:
         state.counters.failed_moves[(*move.act.value, reason)] += 1
         if move.act is Act.FIT:
             model = state.model_of(slot)
-            model.fitting = False
+            model.fitting, model.fit_after = False, state.now + RETRY_SECONDS
             state.forget_model(model)
         elif move.act is not Act.FORK:
             state.pool(move.pool).release(move.size_class, move.destination)
@@ -384,6 +384,7 @@ class Moves:
                 pages.refused[slot] = True
             if reason == "checksum":
                 self._lose_host_replica(slot)
+            pages.retry_at[slot] = state.now + RETRY_SECONDS
             if pages.goal[slot]:
                 self._give_up(slot)
         self._bury(move)

@@ -6,8 +6,8 @@ first within each:
 
 1. exact pages become low-bit: five sixths of a frame for almost no loss, so this comes before any page leaves HBM;
 2. where no low-bit slot is left, the coldest page of either kind goes to host;
-3. where no exact page may give way, the low-bit frame with the lowest scores is emptied: its free pages go to host,
-   its guarded ones change slots;
+3. where no exact page may give way, a low-bit frame is given back: the coldest low-bit pages go to host and the
+   emptiest frame's pages move into the slots that this leaves;
 4. as a last resort, pages of the recent window become low-bit too.
 
 The order differs from "the lowest-scored page gives up its fastest replica" in one point, on purpose: a page is not
@@ -75,17 +75,24 @@ class Pressure:
     def _missing(self) -> int:
         """Bytes of whole frames that are wanted and not yet on their way."""
         state = self._state
-        coming = state.retiring_frames + self._leaving_bytes()
+        coming = self._frames_coming()
         free, size = state.hbm.free_bytes, state.hbm.size
         low, high = state.config.low_watermark * size, state.config.high_watermark * size
         missing = int(high) - free - coming if free + coming < low else 0
         for model, wanted, _ in self._demands.values():
             frame = model.exact.frame
-            missing = max(missing, wanted + frame - state.hbm.free_frames(frame) * frame - coming)
+            kept = self.kept_frames(model) * frame
+            missing = max(missing, wanted + kept - state.hbm.free_frames(frame) * frame - coming)
         return missing
 
-    def _leaving_bytes(self) -> int:
-        """Frames that pages with a goal, and frames being emptied, will give back."""
+    def kept_frames(self, model: Model) -> int:
+        """Free frames that are not given out: one while no low-bit slot is free, else nothing could be encoded."""
+        state, pages = self._state, self._state.pages
+        tiered = bool(np.any(pages.live & pages.sealed & (pages.ladder == Ladder.TIERED)))
+        return int(tiered and not state.hbm.free_items(model.quant))
+
+    def _frames_coming(self) -> int:
+        """Bytes of frames on their way to be free: retiring, of pages with a goal, or being emptied."""
         state, pages = self._state, self._state.pages
         leaving = np.flatnonzero(
             pages.live
@@ -96,7 +103,8 @@ class Pressure:
         done = [f for f, model in self._emptying.items() if not state.hbm.items_used(model.quant, f)]
         for frame in done:
             del self._emptying[frame]
-        return total + sum(model.exact.frame for model in self._emptying.values())
+        emptying = sum(model.exact.frame for model in self._emptying.values())
+        return state.retiring_frames + total + emptying
 
     def budget_room(self, session: Session) -> int:
         """Bytes that the session may still reserve under its own budget (a large number without one)."""
@@ -123,7 +131,7 @@ class Pressure:
     def _shrink_pool(self, missing: int) -> None:
         everything = self._state.pages.slots()
         missing = self._quantize_or_drop(everything, missing, Guard.ATTENDABLE)
-        if missing > 0 and not self._moves.full() and not self._coldest_out(everything, missing):
+        if missing > 0 and not self._moves.full() and not self._coldest_out(everything):
             emptied = self._empty_frames(missing)
             if not emptied and not self._moves.flying and not self._state.retirements:
                 self._quantize_or_drop(everything, missing, Guard.RECENT)
@@ -146,6 +154,8 @@ class Pressure:
                 missing -= model.exact.frame
             elif not model.ready:
                 self._fit(model)
+                if model.fitting:
+                    return 0  # wait for it: nothing has to leave HBM meanwhile
             else:
                 free = state.hbm.free_bytes
                 if not moves.demote(slot, Goal.QUANTIZED, "pressure"):
@@ -153,59 +163,76 @@ class Pressure:
                 missing -= model.exact.frame - max(0, free - state.hbm.free_bytes)
         return missing
 
-    def _coldest_out(self, among: Slots, missing: int) -> bool:
-        """No low-bit slot is left while exact pages want one: the coldest pages go to host. True if any does."""
-        state, pages, moves = self._state, self._state.pages, self._moves
+    def _coldest_out(self, among: Slots) -> bool:
+        """Exact pages want to become low-bit and there is neither a slot nor a frame for it: the coldest page of
+        either kind goes to host, which makes one. True if room is on its way.
+        """
+        pages = self._state.pages
         ready = self._idle(among)
         ready = ready[(pages.ladder[ready] == Ladder.TIERED) & (pages.kind[ready] != Kind.NONE)]
         waiting = ready[(pages.kind[ready] == Kind.EXACT) & (pages.guard[ready] <= Guard.ATTENDABLE)]
         if not len(waiting):
             return False
-        started = False
-        for slot in self._coldest_first(ready[pages.guard[ready] == Guard.NONE]):
-            if missing <= 0 or moves.full():
+        coming = self._frames_coming() + self._slots_coming(self._state.model_of(int(waiting[0])))
+        return coming > 0 or bool(self._send_out(ready[pages.guard[ready] == Guard.NONE], wanted=1))
+
+    def _send_out(self, ready: Slots, wanted: int) -> int:
+        """The `wanted` coldest of `ready` leave HBM, as far as they can now. Returns how many."""
+        sent = 0
+        for slot in self._coldest_first(ready):
+            if sent >= wanted or self._moves.full():
                 break
-            if moves.demote(slot, Goal.HOST, "pressure"):
-                missing -= state.model_of(slot).exact.frame  # its frame, or a slot that frees one
-                started = True
-        return started
+            sent += self._moves.demote(slot, Goal.HOST, "pressure")
+        return sent
+
+    def _slots_coming(self, model: Model) -> int:
+        """Low-bit slots of a model that are on their way to be free."""
+        state, pages = self._state, self._state.pages
+        leaving = pages.live & (pages.model == model.index) & (pages.goal == Goal.HOST)
+        return (
+            int(np.count_nonzero(leaving & (pages.kind == Kind.QUANTIZED)))
+            + state.retiring_items[model.quant]
+        )
 
     def _empty_frames(self, missing: int) -> bool:
-        """Empty the low-bit frames with the lowest scores. True if any is being emptied."""
+        """Give back low-bit frames: the emptiest one's pages change slots; where too few slots are free, the coldest
+        low-bit pages (of any frame) go to host first. True if anything is on its way.
+        """
         state, pages, moves = self._state, self._state.pages, self._moves
-        low = np.flatnonzero(pages.live & (pages.quant != NOWHERE) & ~pages.doomed)
-        by_key: dict[tuple[int, int], list[int]] = {}
-        for slot in low.tolist():
-            frame = (
-                int(pages.quant[slot]) // state.model_of(slot).quant.frame * state.model_of(slot).quant.frame
+        busy = False
+        for model in state.models.values():
+            low = np.flatnonzero(
+                pages.live & (pages.model == model.index) & (pages.quant != NOWHERE) & ~pages.doomed
             )
-            by_key.setdefault((int(pages.model[slot]), frame), []).append(slot)
-        ranked = sorted(by_key.items(), key=lambda entry: float(np.mean(pages.score[entry[1]])))
-        started = False
-        for (index, frame), slots in ranked:
-            model = state.models_by_index[index]
-            if missing <= 0 or moves.full():
-                break
-            if frame in self._emptying or len(slots) < state.hbm.items_used(model.quant, frame):
-                continue  # already going, or part of it is still written or retiring
-            if any(pages.goal[s] or pages.moving[s] or pages.retry_at[s] > state.now for s in slots):
+            frames: dict[int, list[int]] = {}
+            for slot in low.tolist():
+                frames.setdefault(int(pages.quant[slot]) // model.quant.frame * model.quant.frame, []).append(
+                    slot
+                )
+            frames = {f: slots for f, slots in frames.items() if f not in self._emptying}
+            if missing <= 0 or moves.full() or not frames:
                 continue
-            stay = [s for s in slots if not self._may_leave(s)]
-            if len(stay) == len(slots) or any(pages.kind[s] != Kind.QUANTIZED for s in stay):
-                continue
-            spare = state.hbm.free_items(model.quant) - (model.quant.items - len(slots))
-            if len(stay) > spare:
-                continue
-            going = [moves.demote(s, Goal.RELOCATE if s in stay else Goal.HOST, "pressure") for s in slots]
-            if all(going):
-                self._emptying[frame] = model
-                missing -= model.exact.frame
-            started = started or any(going)
-        return started
-
-    def _may_leave(self, slot: int) -> bool:
-        pages = self._state.pages
-        return bool(pages.guard[slot] == Guard.NONE and pages.ladder[slot] == Ladder.TIERED)
+            frame = min(frames, key=lambda f: (len(frames[f]), f))
+            slots = frames[frame]
+            elsewhere = state.hbm.free_items(model.quant) - (
+                model.quant.items - state.hbm.items_used(model.quant, frame)
+            )
+            lacking = len(slots) - elsewhere - self._slots_coming(model)
+            if lacking > 0:
+                ready = self._idle(low)
+                ready = ready[(pages.guard[ready] == Guard.NONE) & (pages.kind[ready] == Kind.QUANTIZED)]
+                busy |= bool(self._send_out(ready, lacking))
+            elif len(slots) > elsewhere:
+                busy = True  # slots are still retiring
+            elif all(
+                not pages.goal[s] and not pages.moving[s] and pages.kind[s] == Kind.QUANTIZED for s in slots
+            ):
+                going = [moves.demote(s, Goal.RELOCATE, "compaction") for s in slots]
+                if all(going):
+                    self._emptying[frame] = model
+                    missing -= model.exact.frame
+                busy = True
+        return busy or bool(self._emptying)
 
     def _shrink_session(self, session: Session, missing: int) -> None:
         """The session's own budget: exact pages become low-bit, then low-bit ones leave, coldest first."""
@@ -327,7 +354,7 @@ class Pressure:
     def _fit(self, model: Model, at_least: int = 1) -> None:
         """Start fitting a model's codec state from its exact pages; sinks are left out where others exist."""
         pages = self._state.pages
-        if model.fitting or model.state_offset == NOWHERE:
+        if model.fitting or model.state_offset == NOWHERE or model.fit_after > self._state.now:
             return
         exact = np.flatnonzero(
             pages.live

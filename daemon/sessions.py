@@ -37,6 +37,7 @@ class Model:
     state_offset: int = NOWHERE  # reserved block
     state: int = NOWHERE  # the same once fitted: what plans name
     fitting: bool = False
+    fit_after: float = 0.0  # a fit that failed is not tried again before
     sessions: set[int] = field(default_factory=set)
 
     @property
@@ -113,6 +114,7 @@ class Session:
     stale: bool = True  # scores are older than the tokens, step or observations
     observed: tuple[int, int] = (-1, -1)  # (step, tokens) of the last observation
     active_at: float = 0.0
+    stepped_at: float = 0.0
     step_rate: float = 0.0  # decode steps a second
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
 
@@ -126,12 +128,12 @@ class Session:
         return self.step + (idle * self.step_rate if idle > IDLE_SECONDS else 0.0)
 
     def stepped(self, steps: int, now: float) -> None:
-        interval = now - self.active_at
+        interval = now - self.stepped_at
         if steps and 0 < interval <= IDLE_SECONDS:
             rate = steps / interval
             self.step_rate = (
                 rate if not self.step_rate else self.step_rate + RATE_SMOOTHING * (rate - self.step_rate)
             )
         self.step += steps
-        self.active_at = now
+        self.active_at = self.stepped_at = now
         self.stale = True

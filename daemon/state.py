@@ -99,6 +99,7 @@ class State:
         self.retirements: dict[int, Retirement] = {}
         self.retiring_frames = 0  # HBM bytes of whole frames among them
         self.retiring_host = 0  # host bytes among them
+        self.retiring_items = Counter[SizeClass]()  # low-bit slots in HBM among them
         self.sharing: dict[int, set[int]] = {}  # slots named by several sessions -> those sessions
         self.dirty: set[int] = set()  # sessions with a plan to send
         self.quiet: set[int] = set()  # sessions whose plan may wait for the next tick (host replicas only)
@@ -240,6 +241,7 @@ class State:
         self.retirements[number] = Retirement(pool, size_class, offset, waits, whole)
         self.retiring_frames += size_class.frame * whole
         self.retiring_host += size_class.item if pool == "host" else 0
+        self.retiring_items[size_class] += pool == "hbm" and not whole
         for session_id in waits:
             session = self.sessions[session_id]
             session.retiring.append((session.version + 1, number))
@@ -261,6 +263,9 @@ class State:
             del self.retirements[number]
             self.retiring_frames -= retirement.size_class.frame * retirement.whole_frame
             self.retiring_host -= retirement.size_class.item if retirement.pool == "host" else 0
+            self.retiring_items[retirement.size_class] -= (
+                retirement.pool == "hbm" and not retirement.whole_frame
+            )
             self.pool(retirement.pool).release(retirement.size_class, retirement.offset)
 
     # Pages and sessions --------------------------------------------------------------------------------------

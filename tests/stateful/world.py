@@ -96,6 +96,8 @@ class World:
         if isinstance(instruction, Answer):
             assert instruction.request not in self.answers, "a request was answered twice"
             self.answers[instruction.request] = instruction.result
+        elif isinstance(instruction, events.Adopted):
+            assert instruction.lost == (), "an adoption lost pages that every worker still holds"
         elif isinstance(instruction, SendPlan):
             session = self.sessions.get(instruction.plan.session)
             if session is not None:

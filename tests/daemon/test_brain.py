@@ -1,0 +1,276 @@
+"""Claims about the brain that a random walk does not state: progress, order of sacrifice, budgets, watermarks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.stateful.world import SMALL, WorkerSession, World
+from tierkv.daemon import events
+from tierkv.daemon.policy import Thresholds
+from tierkv.daemon.state import BrainConfig
+from tierkv.protocol import Failure, Reserved, SessionOptions
+from tierkv.regions import Region, Run
+from tierkv.table import Kind
+
+FRAME = SMALL.page_bytes
+BOTH_ZERO = Thresholds(quantize_below=0.0, offload_below=0.0, drop_below=0.0, promote_above=9.0)
+
+
+def world(hbm_frames: int, host_frames: int, **options: object) -> World:
+    config = {
+        "page_tokens": 4, "sink_tokens": 4, "recent_tokens": 8, "pins": (), "thresholds": BOTH_ZERO,
+        "low_watermark": 0.0, "high_watermark": 0.0,
+    }  # fmt: skip
+    made = World(BrainConfig(hbm_frames * FRAME + 1024, host_frames * FRAME, **{**config, **options}))
+    made.attach("a")
+    return made
+
+
+def opened(world: World, **options: object) -> WorkerSession:
+    session = world.open("a", SMALL, SessionOptions(**options))
+    assert session is not None
+    return session
+
+
+def append(world: World, session: WorkerSession, pages: int, region: Region = Region.USER) -> None:
+    """Write `pages` whole pages, one at a time, waiting for room like a worker does."""
+    for _ in range(pages):
+        for _ in range(100):
+            result = world.reserve(session, 1)
+            if isinstance(result, Reserved):
+                break
+            assert isinstance(result, Failure) and result.code == "backpressure", result
+            world.now += 0.01
+            world.settle()
+        else:
+            raise AssertionError("no room after 100 tries")
+        assert not isinstance(world.write(session, [Run(region, 4)], 0), Failure)
+        world.adopt_plans(session, acknowledge=True)
+
+
+def kinds(session: WorkerSession) -> list[Kind]:
+    return [Kind(row.kind) for row in session.rows]
+
+
+def test_a_context_many_times_the_pool_always_finds_room() -> None:
+    w = world(hbm_frames=10, host_frames=200)
+    session = opened(w)
+    append(w, session, 150)
+    w.settle()
+    assert session.length == 600
+    assert w.brain.snapshot().counters.dropped_pages.total() == 0
+    assert kinds(session)[0] == Kind.EXACT, "attention sinks stay exact"
+    assert kinds(session)[-2:] == [Kind.EXACT, Kind.EXACT], "the recent window stays exact"
+
+
+def test_pages_become_low_bit_before_any_page_leaves_hbm() -> None:
+    w = world(hbm_frames=10, host_frames=200)
+    session = opened(w)
+    append(w, session, 20)
+    w.settle()
+    assert Kind.QUANTIZED in kinds(session)
+    assert Kind.NONE not in kinds(session)
+
+
+def test_the_lowest_scored_region_leaves_first() -> None:
+    w = world(hbm_frames=10, host_frames=400)
+    session = opened(w)
+    for region in (Region.SYSTEM, Region.SCRATCHPAD, Region.USER, Region.SCRATCHPAD, Region.USER):
+        append(w, session, 16, region)
+    w.settle()
+    cold = {Region(row.region) for row in session.rows if row.kind == Kind.NONE}
+    assert cold == {Region.SCRATCHPAD}, "eighty pages do not fit ten frames; scratchpad is worth least"
+
+
+def test_a_full_pool_without_host_memory_says_out_of_capacity_not_retry() -> None:
+    w = world(hbm_frames=4, host_frames=0, backup="never")
+    session = opened(w, ladder="exact")
+    for _ in range(4):
+        assert isinstance(w.reserve(session, 1), Reserved)
+        w.write(session, [Run(Region.USER, 4)], 0)
+    result = w.reserve(session, 1)
+    assert isinstance(result, Failure) and result.code == "out-of-capacity"
+
+
+def test_a_request_larger_than_the_pool_is_refused_for_good() -> None:
+    w = world(hbm_frames=4, host_frames=10)
+    result = w.reserve(opened(w), 9)
+    assert (
+        isinstance(result, Failure)
+        and result.code == "out-of-capacity"
+        and "smaller chunks" in result.message
+    )
+
+
+def test_the_drop_ladder_drops_the_lowest_scored_and_keeps_pins() -> None:
+    w = world(hbm_frames=8, host_frames=0, pin_quota=0.6)
+    session = opened(w, ladder="drop", pins={"system": "exact"})
+    append(w, session, 2, Region.SYSTEM)
+    append(w, session, 30, Region.SCRATCHPAD)
+    assert [row.kind for row in session.rows[:2]] == [Kind.EXACT, Kind.EXACT]
+    assert w.brain.snapshot().counters.dropped_pages["scratchpad", "budget"] >= 24
+
+
+def test_a_session_stays_inside_its_own_budget() -> None:
+    w = world(hbm_frames=40, host_frames=100)
+    session = opened(w, hbm_budget=8 * FRAME)
+    for _ in range(40):
+        append(w, session, 1)
+        used = w.brain.session_stats(session.id)["hbm_bytes"]
+        assert used <= 8 * FRAME
+    w.settle()
+    assert session.length == 160
+
+
+def test_below_the_low_watermark_the_pool_is_brought_back_to_the_high_one() -> None:
+    w = world(hbm_frames=20, host_frames=100, low_watermark=0.1, high_watermark=0.3)
+    session = opened(w)
+    append(w, session, 19)
+    w.settle()
+    w.feed(events.Tick())
+    w.settle()
+    snapshot = w.brain.snapshot()
+    assert snapshot.hbm_capacity - snapshot.hbm_used >= 0.3 * snapshot.hbm_capacity - FRAME
+
+
+def test_memory_is_not_reused_before_the_slowest_reader_acknowledges() -> None:
+    w = world(hbm_frames=6, host_frames=50)
+    session = opened(w)
+    append(w, session, 4)
+    w.fork(session)
+    child = next(s for s in w.sessions.values() if s is not session)
+    w.reserve(session, 2)
+    while w.moves:
+        w.finish_move(min(w.moves))
+    w.adopt_plans(session, acknowledge=True)
+    retiring = w.brain.snapshot().hbm_retiring
+    assert retiring > 0, "the child has not acknowledged"
+    w.settle()
+    assert w.brain.snapshot().hbm_retiring == 0
+    assert child.version > 0
+
+
+def test_a_failed_move_keeps_the_page_and_is_counted_by_reason() -> None:
+    w = world(hbm_frames=6, host_frames=50)
+    session = opened(w)
+    append(w, session, 4)
+    w.reserve(session, 2)
+    while w.moves:
+        w.fail_move(min(w.moves), "io")
+    assert all(kind == Kind.EXACT for kind in kinds(session))
+    failed = w.brain.snapshot().counters.failed_moves
+    assert failed.total() >= 1 and {reason for _, _, reason in failed} == {"io"}
+
+
+def test_a_page_that_the_codec_refuses_stays_exact_and_is_not_tried_again() -> None:
+    w = world(hbm_frames=8, host_frames=0, backup="never")
+    session = opened(w)
+    append(w, session, 6)
+    w.reserve(session, 2)
+    for _ in range(20):
+        for number, move in list(w.moves.items()):
+            if isinstance(move, events.Quantize):
+                w.fail_move(number, "non-finite")
+            else:
+                w.finish_move(number)
+        w.now += 1.0
+        w.reserve(session, 2)
+    refused = w.brain.snapshot().counters.failed_moves["hbm", "quantized", "non-finite"]
+    assert refused <= 6, "each page is tried once"
+
+
+def test_a_stopped_worker_keeps_every_byte_it_could_write() -> None:
+    w = world(hbm_frames=8, host_frames=50)
+    w.attach("b")
+    stopped = opened(w)
+    append(w, stopped, 5)
+    w.settle()
+    offsets = [row.offset for row in stopped.rows]
+    w.feed(events.LeaseExpired("a"))
+    other = w.open("b", SMALL, SessionOptions())
+    assert other is not None
+    for _ in range(50):
+        w.now += 1.0
+        w.feed(events.Tick())
+        if isinstance(w.reserve(other, 1), Reserved):
+            w.write(other, [Run(Region.USER, 4)], 0)
+        for number in list(w.moves):
+            w.finish_move(number)
+        w.adopt_plans(other, acknowledge=True)
+    assert [row.offset for row in stopped.rows] == offsets
+    assert other.length > 0
+
+
+def test_a_dead_worker_returns_every_page() -> None:
+    w = world(hbm_frames=8, host_frames=50)
+    append(w, opened(w), 20)
+    w.reserve(next(iter(w.sessions.values())), 1)
+    w.kill("a")
+    for number in list(w.moves):
+        w.finish_move(number)
+    snapshot = w.brain.snapshot()
+    assert (snapshot.hbm_used, snapshot.host_used, snapshot.sessions) == (0, 0, 0)
+
+
+def test_unknown_and_foreign_sessions_are_refused() -> None:
+    w = world(hbm_frames=8, host_frames=8)
+    w.attach("b")
+    session = opened(w)
+    for client, number in (("a", 999), ("b", session.id)):
+        result = w.ask(events.Reserved, client, number, 1)
+        assert isinstance(result, Failure) and result.code == "unknown-session"
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"ladder": "sideways"}, "config"),
+        ({"pins": {"system": "forever"}}, "config"),
+        ({"pins": {"attic": "exact"}}, "unknown-region"),
+        ({"hbm_budget": FRAME}, "budget-too-small"),
+    ],
+)
+def test_bad_session_options_are_refused_and_lose_nothing(options: dict[str, object], code: str) -> None:
+    w = world(hbm_frames=8, host_frames=8)
+    result = w.ask(events.Opened, "a", "m", SMALL, SessionOptions(**options))
+    assert isinstance(result, Failure) and result.code == code
+    assert w.brain.snapshot().hbm_used == 0
+
+
+def test_a_commit_that_does_not_add_up_changes_nothing() -> None:
+    w = world(hbm_frames=8, host_frames=8)
+    session = opened(w)
+    append(w, session, 2)
+    no_ids = np.zeros(0, np.int32)
+    for length, runs in ((99, (Run(Region.USER, 4),)), (8, ()), (12, (Run(Region.USER, 4),))):
+        result = w.ask(events.Committed, "a", session.id, length, runs, 0, no_ids)
+        if length != 8:
+            assert isinstance(result, Failure)
+    assert w.brain.session_stats(session.id)["tokens"] == 8
+
+
+def test_idle_sessions_do_not_outrank_busy_ones() -> None:
+    w = world(hbm_frames=30, host_frames=30)
+    idle, busy = opened(w), opened(w)
+    for session in (idle, busy):
+        append(w, session, 3)
+    for _ in range(20):
+        w.now += 0.1
+        for session in (idle, busy):
+            if session is busy or w.now < 1.0:
+                w.reserve(session, 1)
+                w.write(session, [Run(Region.USER, 1)], 1)
+    w.now += 60.0
+    w.reserve(busy, 1)
+    w.write(busy, [Run(Region.USER, 1)], 1)
+    w.brain.pressure.rescore()
+    scores = {s.id: float(w.brain.state.sessions[s.id].scores[1]) for s in (idle, busy)}
+    assert scores[idle.id] < scores[busy.id]
+
+
+def test_the_log_replays_to_the_same_state() -> None:
+    w = world(hbm_frames=10, host_frames=100)
+    append(w, opened(w), 40)
+    again = type(w.brain).replay(w.config, w.brain.log)
+    assert again.snapshot().flat() == w.brain.snapshot().flat()
