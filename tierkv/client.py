@@ -227,9 +227,12 @@ class Client:
                 f"this client belongs to process {self._pid}, not to its fork {os.getpid()}: connect again in the child"
             )
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: Call, wake: bool = True) -> None:
         self.check_process()
-        self._line.submit(call)
+        self._line.submit(call, wake)
+
+    def flush(self) -> None:
+        self._line.flush()
 
     def adopted(self, session: int, version: int) -> None:
         """Session `session` reads table `version` from now on: the daemon is told soon."""

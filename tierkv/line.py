@@ -132,11 +132,17 @@ class Line:
 
     # Any thread --------------------------------------------------------------------------------------------------
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: Call, wake: bool = True) -> None:
+        """Queue a call. Without `wake` it may wait for the next one that wakes, or for `flush`."""
         self._queue.append(call)
         if self._closing:
             self._fail_all()
-        else:
+        elif wake:
+            os.eventfd_write(self._wake, 1)
+
+    def flush(self) -> None:
+        """Send what is queued now."""
+        if self._queue and not self._closing:
             os.eventfd_write(self._wake, 1)
 
     def acknowledge_soon(self) -> None:

@@ -96,6 +96,11 @@ class PageTable:
 
     def slots(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Byte offset of the page and slot in it, for each token of `[start, stop)`."""
+        last = self.length - 1
+        if last >= 0 and start >= self.start[last] and self.kind[last] == Kind.EXACT:  # a decode step
+            first = start - int(self.start[last])
+            offsets = np.full(stop - start, self.offset[last], np.int64)
+            return offsets, np.arange(first, first + stop - start, dtype=np.int32)
         tokens = np.arange(start, stop, dtype=np.int64)
         rows = np.searchsorted(self.start[: self.length], tokens, side="right") - 1
         if np.any(self.kind[rows] != Kind.EXACT):

@@ -5,8 +5,8 @@ A step is `begin` (lay new tokens out), writing K/V into `slots`, reading `rows`
 `end` and `begin` by the client's own thread, so that a paused session never keeps memory from being reused.
 
 Reserved pages ("blanks") are taken in the order given. A commit names runs of (region, tokens) only; the daemon lays
-them out by the same rule over the same blanks. Commits and observations are not waited for: when one fails, the next
-`begin` raises.
+them out by the same rule over the same blanks. Commits and observations are not waited for: they leave when the
+step ends, and when one fails, the next `begin` raises.
 
 Threads: a session belongs to one caller at a time; the client's thread joins in under the session's lock.
 """
@@ -96,7 +96,11 @@ class Daemon(Protocol):
 
     def check_process(self) -> None: ...
 
-    def submit(self, call: Call) -> None: ...
+    def submit(self, call: Call, wake: bool = True) -> None: ...
+
+    def flush(self) -> None:
+        """Send what was submitted without `wake`."""
+        ...
 
     def adopted(self, session: int, version: int) -> None:
         """A plan is in use: acknowledge it soon."""
@@ -285,6 +289,7 @@ class Session:
             self._in_step = False
             self._adopt()
             self._reserve_ahead()
+            self._daemon.flush()
             self._changed.notify_all()
 
     def rollback(self, length: int) -> None:
@@ -507,6 +512,7 @@ class Session:
             raise self._refusal or self._daemon.unavailable(f"{missing} pages for session {self.id}")
         if missing > 0 and not self._reserving and now >= self._retry_at:
             self._reserve(missing)
+        self._daemon.flush()
         wake = deadline if self._reserving or missing <= 0 else min(deadline, self._retry_at)
         self._changed.wait(max(LEAST_RETRY_SECONDS, wake - now))
 
@@ -539,9 +545,8 @@ class Session:
     def _submit(self, op: Commit | Observe, buffers: list[bytes], fatal: bool) -> None:
         self._numbers += 1
         self._unanswered += 1
-        self._daemon.submit(
-            Call(op, lambda result: self._answered(result, fatal), self.id, self._numbers, buffers)
-        )
+        call = Call(op, lambda result: self._answered(result, fatal), self.id, self._numbers, buffers)
+        self._daemon.submit(call, wake=not self._in_step)  # `end` wakes the line once for the whole step
 
     def _answered(self, result: Result, fatal: bool) -> None:
         """A failed commit breaks the session, whose table is not the daemon's any more; an observation is told once."""
@@ -557,6 +562,7 @@ class Session:
 
     def _settle(self, deadline: float) -> None:
         """Wait until everything that was asked before is answered."""
+        self._daemon.flush()
         while self._reserving or self._unanswered:
             if time.monotonic() >= deadline:
                 raise self._daemon.unavailable(f"earlier requests of session {self.id}")

@@ -243,6 +243,20 @@ def test_a_crop_below_the_horizon_forgets_committed_tokens(world: World) -> None
     assert check(client, session, 1).wrong == 0
 
 
+def test_a_crop_within_a_step_waits_for_what_the_step_committed(world: World) -> None:
+    world.service()
+    client = world.client(timeout=5.0)
+    session = client.open(SMALL, "m")
+    session.begin(40)
+    write(client, session, 1, 0, 40)
+    session.commit()
+    start = time.monotonic()
+    session.crop(20)
+    assert time.monotonic() - start < 0.4  # not a heartbeat's wait
+    session.end()
+    assert settled(client, session)["tokens"] == session.length == 20
+
+
 def test_a_crop_within_tentative_tokens_is_a_rollback(world: World) -> None:
     world.service()
     client = world.client()
