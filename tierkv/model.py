@@ -66,7 +66,7 @@ class AttachedModel:
 
     def open(self, client: Client, dtype: DTypeName | None = None, **options: Any) -> Session:
         """A session for one sequence of this model; `options` are those of `Client.open`."""
-        return client.open(self.geometry(dtype), self.model_id, **options)
+        return client.open(self.geometry(dtype, client.page_tokens), self.model_id, **options)
 
     def detach(self) -> None:
         """The model is as it was before `attach`. Doing it twice is harmless."""

@@ -112,6 +112,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         GeometryMismatch: the sessions' pages differ in shape.
     """
 
+    layers: list[Any]
+
     def __init__(
         self,
         sessions: PagedSession | Sequence[PagedSession],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +141,8 @@ def test_open_asks_the_client_for_the_models_pages(llama: PreTrainedModel) -> No
     asked: list[Any] = []
 
     class Client:
+        page_tokens = 8
+
         def open(self, *args: Any, **options: Any) -> str:
             asked.append((args, options))
             return "session"
@@ -146,7 +150,7 @@ def test_open_asks_the_client_for_the_models_pages(llama: PreTrainedModel) -> No
     attached = attach(llama)
     assert attached.open(Client(), "float16", ladder="exact", hbm_budget=7) == "session"  # type: ignore[arg-type]
     assert asked == [
-        ((Geometry(3, 2, 16, "float16"), attached.model_id), {"ladder": "exact", "hbm_budget": 7}),
+        ((Geometry(3, 2, 16, "float16", 8), attached.model_id), {"ladder": "exact", "hbm_budget": 7}),
     ]
 
 
@@ -263,3 +267,15 @@ def test_keys_that_change_after_the_cache_are_refused(
     with pytest.raises(UnsupportedModel, match="changes its keys"):
         llama(**prompt(4), **{CACHE: cache})
     assert cache.sessions[0].length == 0
+
+
+def test_the_package_offers_attach_without_importing_transformers() -> None:
+    """Commands and the daemon import tierkv too, and must start quickly."""
+    program = (
+        "import sys, tierkv\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "from tierkv.model import attach\n"
+        "assert tierkv.attach is attach and set(tierkv.__all__) <= {*dir(tierkv), 'AttachedModel', 'TieredCache'}\n"
+        "assert tierkv.TieredCache.__name__ == 'TieredCache'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
