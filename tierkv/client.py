@@ -40,9 +40,8 @@ from tierkv.protocol import (
     SessionState,
     Stats,
     StatsResult,
-    Table,
 )
-from tierkv.session import Session, failed, give, hand_over, refuse, wait
+from tierkv.session import Session, failed, give, make_session, wait
 
 TIMEOUT_SECONDS = 10.0
 """How long a call waits for the daemon, for room, or for a new owner."""
@@ -163,20 +162,14 @@ class Client:
             BudgetTooSmall: the pool or the budget holds too few pages of this geometry.
             OutOfCapacity, Backpressure, OwnerUnavailable: no room, or nobody there.
         """
-        deadline = time.monotonic() + self.timeout
         options = SessionOptions(ladder=ladder, hbm_budget=hbm_budget, pins=pins)
         g = geometry
         fields = GeometryFields(g.num_layers, g.num_kv_heads, g.head_dim, g.dtype, g.page_tokens)
-        answer: Future[Session] = Future()
-
-        def opened(result: Result) -> None:
-            if isinstance(result, Table):
-                hand_over(self, Session(self, result.table, geometry, model_id, options), answer)
-            else:
-                refuse(answer, failed(result))
-
-        self.submit(Call(Open(model_id, fields, options), opened, deadline=deadline))
-        return wait(answer, deadline, self, "open")
+        return make_session(
+            self,
+            Open(model_id, fields, options),
+            lambda table: Session(self, table, geometry, model_id, options),
+        )
 
     def stats(self, session: int = -1) -> dict[str, float]:
         """Numbers of the whole daemon, or of one session."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -46,6 +46,7 @@ from tierkv.protocol import (
     Fork,
     GeometryFields,
     Observe,
+    Open,
     PageEntry,
     Pin,
     Plan,
@@ -331,23 +332,17 @@ class Session:
 
     def fork(self) -> Session:
         """A session that shares the committed pages and goes its own way. Tentative tokens are not in it."""
-        deadline = time.monotonic() + self._daemon.timeout
-        child: Future[Session] = Future()
         with self._changed:
             self._check()
             self._raise_earlier()
             step, pins = self.step, list(self._pins)
 
-        def forked(result: Result) -> None:
-            if not isinstance(result, Table):
-                refuse(child, failed(result))
-                return
-            session = Session(self._daemon, result.table, self.geometry, self.model_id, self.options, step)
+        def child(table: TableState) -> Session:
+            session = Session(self._daemon, table, self.geometry, self.model_id, self.options, step)
             session._pins = [Pin(session.id, pin.start, pin.stop, pin.level) for pin in pins]
-            hand_over(self._daemon, session, child)
+            return session
 
-        self._daemon.submit(Call(Fork(self.id), forked, self.id, deadline=deadline))
-        return wait(child, deadline, self._daemon, "fork")
+        return make_session(self._daemon, Fork(self.id), child, self.id)
 
     def pin(self, start: int, stop: int, level: str = "attendable") -> None:
         """Keep pages that hold tokens `[start, stop)` `attendable` or `exact`; `none` lifts the pin."""
@@ -612,11 +607,30 @@ def refuse(answer: Future[T], error: TierKVError) -> None:
         answer.set_exception(error)
 
 
-def hand_over(daemon: Daemon, session: Session, answer: Future[Session]) -> None:
-    """Give the caller its session; close it again when the caller has stopped waiting."""
-    daemon.enroll(session)
-    if not give(answer, session):
-        session.close()
+def make_session(
+    daemon: Daemon, op: Open | Fork, make: Callable[[TableState], Session], parent: int = -1
+) -> Session:
+    """Ask for a session until there is room for it or the client's timeout passes."""
+    deadline = time.monotonic() + daemon.timeout
+    while True:
+        answer: Future[Session] = Future()
+
+        def answered(result: Result, answer: Future[Session] = answer) -> None:
+            if not isinstance(result, Table):
+                refuse(answer, failed(result))
+                return
+            session = make(result.table)
+            daemon.enroll(session)
+            if not give(answer, session):  # the caller has stopped waiting
+                session.close()
+
+        daemon.submit(Call(op, answered, parent, deadline=deadline))
+        try:
+            return wait(answer, deadline, daemon, "fork" if isinstance(op, Fork) else "open")
+        except Backpressure as refusal:
+            if time.monotonic() + refusal.retry_after >= deadline:
+                raise
+            time.sleep(max(refusal.retry_after, LEAST_RETRY_SECONDS))
 
 
 def failed(result: Result) -> TierKVError:

@@ -47,12 +47,15 @@ class Found(NamedTuple):
 
 
 def check(client: Client, session: Session, seed: int) -> Found:
-    """Compare every exact replica of the committed table, in either pool, with what was written."""
+    """Compare every exact replica of the committed table, in either pool, with what was written.
+
+    Within a step of no tokens: else a plan could be adopted, and memory be reused, while this looks.
+    """
     g = session.geometry
-    table = session.state()[0].table
+    session.begin(0)
     counts = {"hbm": 0, "host": 0, "none": 0, "wrong": 0}
     start = 0
-    for entry in table.pages:
+    for entry in session._table.entries(session.horizon):
         replicas = []
         if entry.kind == Kind.EXACT:
             replicas.append(("hbm", client.hbm(), entry.offset))
@@ -68,4 +71,5 @@ def check(client: Client, session: Session, seed: int) -> Found:
         counts["none"] += not replicas
         start += entry.count
     assert start == session.horizon
+    session.end()
     return Found(**counts)
