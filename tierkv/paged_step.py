@@ -148,11 +148,14 @@ class DecodeStep:
 
 
 class PrefillStep:
-    """Many new tokens: each row attends its earlier pages and, causally, its own new tokens. Pads attend nothing."""
+    """Many new tokens: each row attends its earlier pages and, causally, its own new tokens. Pads attend nothing.
+
+    `rows` is empty where every new column is padding (the first slice of a batch padded to some multiple).
+    """
 
     def __init__(self, attention: PagedAttention, rows: Sequence[NewTokens], observed: bool) -> None:
         self._attention = attention
-        self._pool = rows[0].session.pool
+        self._pools = [new.session.pool for new in rows]
         self._rows = rows
         self._columns = [None if new.columns is None else torch.from_numpy(new.columns) for new in rows]
         self._slots = [new.session.slots(new.session.length - new.tokens, new.session.length) for new in rows]
@@ -166,11 +169,12 @@ class PrefillStep:
         self._layers = 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        for new, columns, (offsets, slots) in zip(self._rows, self._columns, self._slots, strict=True):
-            row_keys, row_values = _pick(keys[new.row], columns), _pick(values[new.row], columns)
-            self._attention.write(
-                self._pool, layer, offsets, slots, row_keys.transpose(0, 1), row_values.transpose(0, 1)
+        for index, (new, columns) in enumerate(zip(self._rows, self._columns, strict=True)):
+            offsets, slots = self._slots[index]
+            row_keys, row_values = (
+                _pick(heads[new.row], columns).transpose(0, 1) for heads in (keys, values)
             )
+            self._attention.write(self._pools[index], layer, offsets, slots, row_keys, row_values)
 
     def attend(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
@@ -183,7 +187,7 @@ class PrefillStep:
             row = new.row
             out = self._attention.prefill(
                 _pick(query[row], picked), _pick(keys[row], picked), _pick(values[row], picked),
-                self._pool, pages, layer, scale,
+                self._pools[index], pages, layer, scale,
                 None if self._mass is None else self._mass[index], min(OBSERVED_QUERIES, new.tokens),
             ).out.transpose(0, 1).to(query.dtype)  # fmt: skip
             if picked is None:

@@ -110,6 +110,7 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     Raises:
         GeometryMismatch: the sessions' pages differ in shape.
+        ValueError: there is no session, or they are of several clients.
     """
 
     layers: list[Any]
@@ -129,6 +130,10 @@ class TieredCache(Cache):  # type: ignore[misc]
             if session.geometry != geometry:
                 raise GeometryMismatch(
                     f"rows of one cache share a geometry; got {session.geometry} and {geometry}"
+                )
+            if session.pool.data.ctypes.data != self.sessions[0].pool.data.ctypes.data:
+                raise ValueError(
+                    "rows of one cache must be sessions of one client: a kernel call reads one pool"
                 )
         self.attention = tierkv.attention.get(attention) if isinstance(attention, str) else attention
         self.padded_length = max(session.length for session in self.sessions)
@@ -281,8 +286,7 @@ class TieredCache(Cache):  # type: ignore[misc]
                 if tokens:
                     self._rows.append(NewTokens(session, row, tokens, picked))
                     session.begin(tokens)
-            if self._rows:
-                self._build_step(batch)
+            self._build_step(batch)
         except BaseException:
             self.abandon_forward()
             raise
@@ -327,7 +331,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         return [layer for layer in self.layers if not isinstance(layer, TieredLayer)]
 
     def _build_step(self, batch: int) -> None:
-        if self._columns > 1:
+        if self._columns > 1 or not self._rows:
             self._observed = [True] * len(self._rows)
             self._step = PrefillStep(self.attention, self._rows, observed=True)
             return

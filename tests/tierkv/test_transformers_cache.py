@@ -68,6 +68,15 @@ def test_a_prompt_in_slices_gives_the_same_tokens(model: PreTrainedModel, chunk:
     assert sum(counts) == 131 + NEW - 1
 
 
+def test_a_slice_that_is_all_padding_is_skipped_over(llama: PreTrainedModel) -> None:
+    """Batches are often padded to a multiple; the first slice then holds no token at all."""
+    inputs = {name: torch.nn.functional.pad(tensor, (40, 0)) for name, tensor in prompt(23, 9).items()}
+    want = expected(llama, inputs)
+    cache = tiered(attach(llama), rows=2, chunk_tokens=16)
+    assert torch.equal(greedy(llama, inputs, cache), want)
+    assert [session.length for session in cache.sessions] == [23 + NEW - 1, 9 + NEW - 1]
+
+
 def test_transformers_own_prefill_chunks_give_the_same_tokens(model: PreTrainedModel) -> None:
     inputs = prompt(50, 33)
     want = expected(model, inputs)
@@ -411,6 +420,17 @@ def test_pages_of_another_depth_are_refused(llama: PreTrainedModel) -> None:
     attach(llama)
     with pytest.raises(GeometryMismatch, match="pages hold 2 layers, the model has 3"):
         llama(**prompt(4), **{CACHE: cache})
+
+
+def test_sessions_of_two_clients_make_no_batch(llama: PreTrainedModel) -> None:
+    pools = [LocalPool(attach(llama).geometry("float32"), pages=2) for _ in range(2)]
+    with pytest.raises(ValueError, match="one client"):
+        TieredCache([pool.open() for pool in pools])
+    other = LocalPool(attach(llama).geometry("float16"), pages=2)
+    with pytest.raises(GeometryMismatch, match="share a geometry"):
+        TieredCache([pools[0].open(), other.open()])
+    with pytest.raises(ValueError, match="at least one"):
+        TieredCache([])
 
 
 def test_one_cache_serves_one_model(llama: PreTrainedModel) -> None:
