@@ -39,6 +39,9 @@ POLL_SECONDS = 0.5
 ANSWER_SECONDS = 10.0
 """What the owner gets to answer one look."""
 
+GONE_SECONDS = 60.0
+"""An owner that is away for so long is not restarting any more (it takes 2-3 s)."""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -186,6 +189,10 @@ def _watch(owner: Any, info: dict[str, Any], ended: threading.Event) -> None:
             if lost_at is None:
                 lost_at = time.monotonic()
                 print(f"tierkv-daemon: {error}", file=sys.stderr, flush=True)
+            elif time.monotonic() - lost_at > GONE_SECONDS:
+                raise OwnerUnavailable(
+                    f"the owner has not come back for {GONE_SECONDS:g} s; is Ray gone?"
+                ) from None
             continue
         if now["epoch"] != info["epoch"]:
             print(f"tierkv-daemon: the owner serves again, epoch {now['epoch']}", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from tierkv.errors import ConfigError
 RECORD = "ray.json"
 TOKEN = "ray.token"
 PREFIX = "tierkv-ray-"
+CONNECT_SECONDS = 5.0
+
 OBJECT_STORE_BYTES = 80_000_000
 """About Ray's minimum (75 MiB); no page passes through it."""
 
@@ -74,11 +77,12 @@ class JoinedRay:
     """
 
     def __init__(self, address: str) -> None:
-        import ray
-
         try:
+            _knock(address)
+            import ray
+
             ray.init(address=address, **QUIET)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"no Ray cluster answers at ray_address = {address} ({str(error).splitlines()[0]}); "
                 "check --ray-address, or leave it out for a local Ray"
@@ -89,6 +93,14 @@ class JoinedRay:
         import ray
 
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Ray retries an address where nobody listens for many minutes. Raises `OSError`, `ValueError`."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
 class LocalRay:

@@ -91,6 +91,15 @@ def test_health_turns_red_while_the_brain_is_stuck_and_still_answers(
     until(lambda: get(owner, "/health")[0] == 200)
 
 
+def test_health_is_red_once_nothing_would_restart_the_owner(
+    owner: Incarnation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getppid", lambda: 1)  # what an orphan sees
+    status, said = get(owner, "/health")
+    assert status == 503
+    assert "Ray is gone" in said
+
+
 def test_status_names_each_values_origin(owner: Incarnation) -> None:
     status = json.loads(get(owner, "/status")[1])
     assert status["config"]["hbm"] == 8 * MIB
