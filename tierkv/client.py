@@ -41,7 +41,8 @@ from tierkv.protocol import (
     Stats,
     StatsResult,
 )
-from tierkv.session import Session, failed, give, make_session, wait
+from tierkv.session import Session, make_session
+from tierkv.waiting import failed, give, wait
 
 TIMEOUT_SECONDS = 10.0
 """How long a call waits for the daemon, for room, or for a new owner."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,7 @@ from tierkv.protocol import (
 from tierkv.regions import Region, Run, parse_region
 from tierkv.rows import PageRows, PageTable
 from tierkv.table import Kind, lay_out, pages_needed
+from tierkv.waiting import failed, give, refuse, wait
 
 if (
     TYPE_CHECKING
@@ -581,32 +582,6 @@ class Session:
             raise failed(result)
 
 
-T = TypeVar("T")
-
-
-def wait(answer: Future[T], deadline: float, daemon: Daemon, what: str) -> T:
-    """The answer; `OwnerUnavailable` when the deadline passes first."""
-    try:
-        return answer.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        if answer.cancel():
-            raise daemon.unavailable(what) from None
-        return answer.result()  # it came in this very moment
-
-
-def give(answer: Future[T], value: T) -> bool:
-    """Set the answer, unless nobody waits any more."""
-    if not answer.set_running_or_notify_cancel():
-        return False
-    answer.set_result(value)
-    return True
-
-
-def refuse(answer: Future[T], error: TierKVError) -> None:
-    if answer.set_running_or_notify_cancel():
-        answer.set_exception(error)
-
-
 def make_session(
     daemon: Daemon, op: Open | Fork, make: Callable[[TableState], Session], parent: int = -1
 ) -> Session:
@@ -631,13 +606,6 @@ def make_session(
             if time.monotonic() + refusal.retry_after >= deadline:
                 raise
             time.sleep(max(refusal.retry_after, LEAST_RETRY_SECONDS))
-
-
-def failed(result: Result) -> TierKVError:
-    """The error that an answer means."""
-    if isinstance(result, Failure):
-        return from_wire(result.code, result.message, result.retry_after)
-    return TierKVError(f"the daemon answered with {type(result).__name__}, which was not asked for")
 
 
 def _joined(spans: list[_Span]) -> list[tuple[int, int]]:
