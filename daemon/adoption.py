@@ -58,9 +58,7 @@ class Adoption:
             table.session, client, model, handed.options, ladder, pins, state.policy.new_state(), {table.session},
             version=table.version, acked=table.version, step=handed.step, active_at=state.now,
         )  # fmt: skip
-        state.sessions[session.id] = session
-        state.clients[client].sessions.add(session.id)
-        model.sessions.add(session.id)
+        state.enroll(session)
         lost = []
         for row, entry in enumerate(table.pages):
             is_open = table.tail_open and row == len(table.pages) - 1

@@ -220,14 +220,8 @@ class Brain:
             set(),
         )
         session.active_at = state.now
-        self._register(session)
+        state.enroll(session)
         self._answer(event.request, Table(state.table(session)))
-
-    def _register(self, session: Session) -> None:
-        session.family.add(session.id)
-        self.state.sessions[session.id] = session
-        self.state.clients[session.client].sessions.add(session.id)
-        session.model.sessions.add(session.id)
 
     def _forked(self, event: events.Forked) -> None:
         self._admit()
@@ -246,7 +240,7 @@ class Brain:
             tail_open=parent.tail_open, length=parent.length, step=parent.step, active_at=state.now,
             step_rate=parent.step_rate, token_ids=list(parent.token_ids),
         )  # fmt: skip
-        self._register(child)
+        state.enroll(child)
         for slot in child.pages.view.tolist():
             if slot != tail:
                 state.share(slot, child)

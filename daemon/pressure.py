@@ -59,9 +59,11 @@ class Pressure:
     def relieve(self) -> bool:
         """Start what makes the room that is missing. True while anything is on its way."""
         state = self._state
-        self._demands = {s: d for s, d in self._demands.items() if d[2] > state.now and s in state.sessions}
+        if self._demands:
+            live = state.sessions
+            self._demands = {s: d for s, d in self._demands.items() if d[2] > state.now and s in live}
         missing = self._missing()
-        over = [s for s in state.sessions.values() if s.options.hbm_budget and self._over_budget(s) > 0]
+        over = [s for s in (state.sessions[i] for i in sorted(state.budgeted)) if self._over_budget(s) > 0]
         if missing > 0 or over or state.config.demotion == "eager":
             self.rescore()
         for session in over:
@@ -75,9 +77,11 @@ class Pressure:
     def _missing(self) -> int:
         """Bytes of whole frames that are wanted and not yet on their way."""
         state = self._state
-        coming = self._frames_coming()
         free, size = state.hbm.free_bytes, state.hbm.size
         low, high = state.config.low_watermark * size, state.config.high_watermark * size
+        if free >= low and not self._demands:
+            return 0
+        coming = self._frames_coming()
         missing = int(high) - free - coming if free + coming < low else 0
         for model, wanted, _ in self._demands.values():
             frame = model.exact.frame
@@ -377,7 +381,7 @@ class Pressure:
         state = self._state
         done: set[int] = set()
         for session in state.sessions.values():
-            old = state.now - session.active_at > RESCORE_SECONDS
+            old = state.now - session.scored_at > RESCORE_SECONDS
             if session.id in done or not (session.stale or old):
                 continue
             family = [state.sessions[s] for s in sorted(session.family)]
@@ -392,10 +396,11 @@ class Pressure:
         for session in family:
             slots = session.pages.view
             if not len(slots):
+                session.stale = False
                 continue
             counts = session.counts.view.astype(np.int32)
             scores = session.tokens.page_scores(session.starts.view, counts, session.clock(self._state.now))
-            session.scores, session.stale = scores, False
+            session.scores, session.stale, session.scored_at = scores, False, self._state.now
             pages.score[slots] = np.maximum(pages.score[slots], scores)
             pages.guard[slots] = np.maximum(pages.guard[slots], self._guards(session))
 

@@ -111,6 +111,7 @@ class Session:
     retiring: deque[tuple[int, int]] = field(default_factory=deque)  # (version, retirement)
     retiring_bytes: int = 0  # HBM only
     scores: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    scored_at: float = 0.0
     stale: bool = True  # scores are older than the tokens, step or observations
     observed: tuple[int, int] = (-1, -1)  # (step, tokens) of the last observation
     active_at: float = 0.0

@@ -92,6 +92,7 @@ class State:
         self.thresholds = config.thresholds or self.policy.thresholds
         self.pages = PageStore()
         self.sessions: dict[int, Session] = {}
+        self.budgeted: set[int] = set()  # sessions with a budget of their own
         self.clients: dict[str, Client] = {}
         self.models: dict[str, Model] = {}
         self.hbm = PoolAllocator(config.hbm_bytes)
@@ -311,14 +312,22 @@ class State:
         model = self.model_of(slot)
         return model.quant if self.pages.host_kind[slot] == Kind.QUANTIZED else model.exact
 
+    def enroll(self, session: Session) -> None:
+        """A session is there: its client, model and family know it from now on."""
+        self.sessions[session.id] = session
+        self.clients[session.client].sessions.add(session.id)
+        session.model.sessions.add(session.id)
+        session.family.add(session.id)
+        if session.options.hbm_budget:
+            self.budgeted.add(session.id)
+
     def close(self, session: Session) -> None:
         """Everything the session held comes back."""
         while session.retiring:
             self._settle(session, session.retiring.popleft()[1])
         del self.sessions[session.id]
-        self.dirty.discard(session.id)
-        self.quiet.discard(session.id)
-        session.family.discard(session.id)
+        for names in (self.dirty, self.quiet, self.budgeted, session.family):
+            names.discard(session.id)
         for slot in session.pages.view.tolist():
             self.unname(slot, session)
         for slot in session.blanks:
