@@ -5,15 +5,24 @@ worker (model thread, client thread) and the daemon (mover, loop) both do. So th
 the first kernel can launch it, and `ensure_threading_layer` checks it at start.
 
 OpenMP threads do not survive `fork`: start child processes that run kernels with `spawn`.
+
+Compiled code is cached on disk under a hash of the kernel's own file. Since a kernel's helpers from other files are
+compiled into it, the hash here covers them and the constants too: editing a helper recompiles every kernel that
+uses it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Protocol, TypeVar, cast
 
 import numba
+import numpy as np
+from numba.core.dispatcher import Dispatcher
 
 from tierkv.errors import ConfigError
 
@@ -35,7 +44,7 @@ def kernel(*, parallel: bool = False, fastmath: bool = False, inline: bool = Fal
         fastmath: let sums be reordered (`FASTMATH`); leave off where results must agree bit for bit.
         inline: put the body into calling kernels (for small helpers in inner loops).
     """
-    decorate: Callable[[F], F] = numba.njit(
+    compiler = numba.njit(
         cache=True,
         nogil=True,
         parallel=parallel,
@@ -43,7 +52,43 @@ def kernel(*, parallel: bool = False, fastmath: bool = False, inline: bool = Fal
         fastmath=set(FASTMATH) if fastmath else False,
         inline="always" if inline else "never",
     )
+
+    def decorate(function: F) -> F:
+        compiled = compiler(function)
+        cache = _cache_file(compiled)
+        if cache is not None and isinstance(function, FunctionType):
+            digest = hashlib.sha256(cache._source_stamp)
+            for part in _helper_stamps(function):
+                digest.update(part)
+            cache._source_stamp = digest.digest()
+        return cast(F, compiled)
+
     return decorate
+
+
+class _CacheFile(Protocol):
+    _source_stamp: bytes
+
+
+def _cache_file(kernel: object) -> _CacheFile | None:
+    """Where numba keeps the freshness stamp of a kernel's cache (it has no public way to extend one)."""
+    return getattr(getattr(kernel, "_cache", None), "_cache_file", None)
+
+
+def _helper_stamps(function: FunctionType) -> Iterator[bytes]:
+    """What identifies the kernels, intrinsics and constants that `function` takes from its module, in name order."""
+    for name in sorted(function.__code__.co_names):
+        helper = function.__globals__.get(name)
+        if isinstance(helper, Dispatcher):
+            cache = _cache_file(helper)
+            yield cache._source_stamp if cache is not None else b""
+        elif isinstance(helper, np.ndarray):
+            yield helper.tobytes()
+        elif isinstance(helper, int | float | tuple | np.generic):
+            yield repr(helper).encode()
+        elif hasattr(helper, "_defn"):  # an intrinsic: its module's file
+            source = getattr(sys.modules.get(helper.__module__), "__file__", None)
+            yield Path(source).read_bytes() if source else b""
 
 
 def thread_count() -> int:

@@ -133,7 +133,7 @@ def attend_segment(
 
 @kernel(fastmath=True)
 def attend_lane(
-    lane: int, piece: int,
+    lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     layer: int, num_layers: int, kv_heads: int, scale: np.float32,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
@@ -144,7 +144,8 @@ def attend_lane(
     """The units `[lane * piece, (lane + 1) * piece)` of the line, one segment after the other."""
     rows, q_heads, _ = query.shape
     group = q_heads // kv_heads
-    unit, stop, row = lane * piece, min(row_starts[rows] * kv_heads, (lane + 1) * piece), 0
+    unit, end, row = int(lane * piece), row_starts[rows] * kv_heads, 0
+    stop: int = min(end, unit + piece)
     while unit < stop:
         while row_starts[row + 1] * kv_heads <= unit:
             row += 1

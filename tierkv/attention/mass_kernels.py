@@ -29,7 +29,7 @@ def probabilities_of_page(logits: Floats, count: int, log_sum_exp: Floats) -> No
 
 @kernel()
 def probabilities_of_lane(
-    lane: int, piece: int, logits: Floats, counts: NDArray[np.int32], row_starts: NDArray[np.int64],
+    lane: np.int64, piece: int, logits: Floats, counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     log_sum_exp: Floats,
 ) -> None:  # fmt: skip
     """`probabilities_of_page` for the pages `[lane * piece, (lane + 1) * piece)`."""

@@ -140,18 +140,19 @@ def read_head(
 
 @kernel()
 def read_lane(
-    lane: int, piece: int,
+    lane: np.int64, piece: int,
     words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     layer: int, num_layers: int, kv_heads: int, page_tokens: int,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], places: NDArray[np.int64],
     keys: Floats, values: Floats,
 ) -> None:  # fmt: skip
     """The pages `[lane * piece, (lane + 1) * piece)`, all heads."""
+    first = int(lane * piece)
+    last = min(offsets.shape[0], first + piece)
     for head in range(kv_heads):
         read_head(
             words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, head, page_tokens,
-            offsets, kinds, counts, places, lane * piece, min(offsets.shape[0], (lane + 1) * piece),
-            keys[head], values[head],
+            offsets, kinds, counts, places, first, last, keys[head], values[head],
         )  # fmt: skip
 
 
