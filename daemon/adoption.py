@@ -66,7 +66,8 @@ class Adoption:
             if not self._adopt_page(session, entry, sealed=not is_open):
                 lost.append((session.id, start, start + entry.count))
         for blank in table.blanks:
-            slot, _ = self._claim(session, PageEntry(blank.page, 0, 0, Kind.EXACT, blank.offset))
+            slot = state.pages.add(blank.page, model.index, session.id, NOWHERE, int(session.ladder))
+            self._claim(model, slot, PageEntry(blank.page, 0, 0, Kind.EXACT, blank.offset))
             session.blanks.append(slot)
         session.tail_open = table.tail_open
         return lost
@@ -81,7 +82,6 @@ class Adoption:
     def _adopt_page(self, session: Session, entry: PageEntry, sealed: bool) -> bool:
         """False when a page that had a replica has none now."""
         state, pages = self._state, self._state.pages
-        whole = True
         if entry.page in pages.index:
             slot = pages.index[entry.page]
             state.share(slot, session)
@@ -89,7 +89,8 @@ class Adoption:
             for member in session.family:
                 state.sessions[member].family = session.family
         else:
-            slot, whole = self._claim(session, entry)
+            slot = pages.add(entry.page, session.model.index, session.id, NOWHERE, int(session.ladder))
+        whole = self._claim(session.model, slot, entry)
         region = Region(entry.region)
         pages.region[slot], pages.sealed[slot] = region, sealed
         pages.count[slot] = max(int(pages.count[slot]), entry.count)
@@ -104,24 +105,39 @@ class Adoption:
             state.touch(slot)
         return whole or bool(pages.kind[slot]) or bool(pages.host_kind[slot])
 
-    def _claim(self, session: Session, entry: PageEntry) -> tuple[int, bool]:
-        """The page's slot, and whether every replica that the worker names could be claimed."""
-        state, model, pages = self._state, session.model, self._state.pages
-        slot = pages.add(entry.page, model.index, session.id, NOWHERE, int(session.ladder))
+    def _claim(self, model: Model, slot: int, entry: PageEntry) -> bool:
+        """Take the replicas that one worker reads; False when any of them could not be had.
+
+        Sharers may have adopted different plans of the last owner. Each keeps what it reads until it has acknowledged:
+        an exact replica wins over a low-bit one, and a second replica of the same form retires at once.
+        """
+        state, pages = self._state, self._state.pages
         whole = True
         if entry.kind != Kind.NONE:
-            if state.hbm.claim(_size(model, entry.kind), entry.offset):
-                getattr(pages, "quant" if entry.kind == Kind.QUANTIZED else "exact")[slot] = entry.offset
-                pages.kind[slot] = entry.kind
-            else:
+            column = pages.exact if entry.kind == Kind.EXACT else pages.quant
+            size_class = _size(model, entry.kind)
+            if column[slot] != entry.offset:
+                whole = state.hbm.claim(size_class, entry.offset)
+                if whole and column[slot] != NOWHERE:
+                    state.retire("hbm", size_class, entry.offset, slot)
+                elif whole:
+                    column[slot] = entry.offset
+            if pages.exact[slot] != NOWHERE:
+                pages.kind[slot] = Kind.EXACT
+            elif pages.quant[slot] != NOWHERE:
+                pages.kind[slot] = Kind.QUANTIZED
+        if entry.host_kind != Kind.NONE and pages.host[slot] != entry.host_offset:
+            size_class = _size(model, entry.host_kind)
+            if not state.host.claim(size_class, entry.host_offset):
                 whole = False
-        if entry.host_kind != Kind.NONE:
-            if state.host.claim(_size(model, entry.host_kind), entry.host_offset):
+            elif pages.host[slot] != NOWHERE:
+                state.retire("host", size_class, entry.host_offset, slot)
+            else:
                 pages.host[slot], pages.host_kind[slot] = entry.host_offset, entry.host_kind
                 pages.checksum[slot] = entry.host_checksum
-            else:
-                whole = False
-        return slot, whole
+        if state.sharing.get(slot):
+            state.touch(slot)
+        return whole
 
 
 def _check(table: TableState, geometry: Geometry) -> None:

@@ -119,6 +119,7 @@ class PoolAllocator:
         self._blocks: dict[int, int] = {}  # offset -> bytes of plain blocks and exact frames
         self._frames: dict[tuple[SizeClass, int], set[int]] = {}  # subdivided frame -> its free item offsets
         self._partial: dict[SizeClass, dict[int, None]] = {}  # frames with a free item, oldest first
+        self._withheld: set[tuple[SizeClass, int]] = set()  # subdivided frames that are being emptied
 
     @property
     def used_bytes(self) -> int:
@@ -137,14 +138,14 @@ class PoolAllocator:
         """Free items in frames that are already subdivided for this class."""
         return sum(len(self._frames[size_class, frame]) for frame in self._partial.get(size_class, ()))
 
-    def allocate(self, size_class: SizeClass, avoid: int = -1) -> int | None:
-        """Offset of a new item, None when there is no room. Items of the frame at `avoid` are not used."""
+    def allocate(self, size_class: SizeClass) -> int | None:
+        """Offset of a new item, None when there is no room."""
         if size_class.items == 1:
             return self.allocate_block(
                 size_class.frame, size_class.frame, high=size_class.item != size_class.frame
             )
         partial = self._partial.setdefault(size_class, {})
-        frame = next((frame for frame in partial if frame != avoid), None)
+        frame = next(iter(partial), None)
         if frame is None:
             frame = self._extents.take(size_class.frame, size_class.frame, high=True)
             if frame is None:
@@ -168,8 +169,9 @@ class PoolAllocator:
         if len(free) == size_class.items:
             del self._frames[size_class, frame]
             self._partial[size_class].pop(frame, None)
+            self._withheld.discard((size_class, frame))
             self._extents.give(frame, size_class.frame)
-        else:
+        elif (size_class, frame) not in self._withheld:
             self._partial[size_class][frame] = None
 
     def claim(self, size_class: SizeClass, offset: int) -> bool:
@@ -193,6 +195,17 @@ class PoolAllocator:
             return False
         self._take_item(size_class, frame, offset)
         return True
+
+    def withhold(self, size_class: SizeClass, frame: int) -> None:
+        """Give out no more items of a subdivided frame: it is being emptied."""
+        self._withheld.add((size_class, frame))
+        self._partial[size_class].pop(frame, None)
+
+    def restore(self, size_class: SizeClass, frame: int) -> None:
+        """Undo `withhold`."""
+        self._withheld.discard((size_class, frame))
+        if self._frames.get((size_class, frame)):
+            self._partial[size_class][frame] = None
 
     def items_used(self, size_class: SizeClass, frame: int) -> int:
         """Items in use in a subdivided frame; 0 when it is not subdivided for this class."""
@@ -232,7 +245,8 @@ class PoolAllocator:
             cursor = stop
         assert cursor == self.size, f"the pool's last {self.size - cursor} bytes are lost"
         for (size_class, frame), free in self._frames.items():
-            assert bool(free) == (frame in self._partial[size_class])
+            withheld = (size_class, frame) in self._withheld
+            assert (bool(free) and not withheld) == (frame in self._partial[size_class])
             assert len(free) < size_class.items
 
     def _subdivide(self, size_class: SizeClass, frame: int) -> None:
@@ -244,7 +258,7 @@ class PoolAllocator:
         free = self._frames[size_class, frame]
         free.remove(offset)
         if not free:
-            self._partial[size_class].pop(frame)
+            self._partial[size_class].pop(frame, None)
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)

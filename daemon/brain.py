@@ -221,7 +221,7 @@ class Brain:
         )
         session.active_at = state.now
         state.enroll(session)
-        self._answer(event.request, Table(state.table(session)))
+        self._introduce(session, event.request)
 
     def _forked(self, event: events.Forked) -> None:
         self._admit()
@@ -245,7 +245,7 @@ class Brain:
             if slot != tail:
                 state.share(slot, child)
         if tail == NOWHERE:
-            self._answer(event.request, Table(state.table(child)))
+            self._introduce(child, event.request)
             return
         copy = pages.add(state.new_page_id(), model.index, child.id, frame, int(child.ladder))
         pages.region[copy], pages.count[copy], pages.pin[copy] = pages.region[tail], pages.count[tail], 0
@@ -450,7 +450,13 @@ class Brain:
         if move is not None and move.act is Act.FORK:
             session = self._forked_session(move.others[0])
             if session is not None:
-                self._answer(move.request, Table(self.state.table(session)))
+                self._introduce(session, move.request)
+
+    def _introduce(self, session: Session, request: int) -> None:
+        """Hand a new session to its worker, which can have read no version before this one."""
+        table = self.state.table(session)
+        self.state.acknowledge(session, table.version)
+        self._answer(request, Table(table))
 
     def _move_failed(self, event: events.MoveFailed) -> None:
         move = self.moves.fail(event.move, event.reason)

@@ -154,9 +154,7 @@ class Moves:
         if self.running(slot, Act.RELOCATE):
             return True
         pages, model = self.state.pages, self.state.model_of(slot)
-        source = int(pages.quant[slot])
-        avoid = source // model.quant.frame * model.quant.frame
-        return self._copy(slot, Act.RELOCATE, "hbm", source, "hbm", model.quant, avoid=avoid)
+        return self._copy(slot, Act.RELOCATE, "hbm", int(pages.quant[slot]), "hbm", model.quant)
 
     def _switch(self, slot: int, kind: Kind) -> None:
         """Attention reads another replica from the next version on; the ones above it retire."""
@@ -247,10 +245,9 @@ class Moves:
 
     def _copy(
         self, slot: int, act: Act, src_pool: Pool, src: int, dst_pool: Pool, size_class: SizeClass,
-        avoid: int = NOWHERE,
     ) -> bool:  # fmt: skip
         state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        destination = self._reserve(dst_pool, size_class, slot, avoid)
+        destination = self._reserve(dst_pool, size_class, slot)
         if destination is None:
             return False
         size = (
@@ -278,10 +275,10 @@ class Moves:
         self._charge(model.geometry.page_bytes)
         return True
 
-    def _reserve(self, pool: Pool, size_class: SizeClass, slot: int, avoid: int = NOWHERE) -> int | None:
+    def _reserve(self, pool: Pool, size_class: SizeClass, slot: int) -> int | None:
         if pool == "host":
             return self.room.allocate(size_class, slot, self.compress)
-        return self.state.hbm.allocate(size_class, avoid)
+        return self.state.hbm.allocate(size_class)
 
     def _launch(
         self, slot: int, act: Act, pool: Pool, size_class: SizeClass, destination: int,

@@ -104,11 +104,25 @@ class Pressure:
             & ((pages.goal == Goal.QUANTIZED) | (pages.goal == Goal.HOST))
         )
         total = sum(state.model_of(slot).exact.frame for slot in leaving.tolist())
-        done = [f for f, model in self._emptying.items() if not state.hbm.items_used(model.quant, f)]
-        for frame in done:
-            del self._emptying[frame]
+        for frame, emptied in list(self._emptying.items()):
+            if not state.hbm.items_used(emptied.quant, frame):
+                del self._emptying[frame]
+            elif not self._still_emptying(emptied, frame):
+                del self._emptying[frame]
+                state.hbm.restore(emptied.quant, frame)
         emptying = sum(model.exact.frame for model in self._emptying.values())
         return state.retiring_frames + total + emptying
+
+    def _still_emptying(self, model: Model, frame: int) -> bool:
+        """Every item in use of the frame is about to leave it."""
+        state, pages = self._state, self._state.pages
+        stop = frame + model.quant.frame
+        moving = pages.live & (pages.quant >= frame) & (pages.quant < stop) & (pages.goal == Goal.RELOCATE)
+        retiring = sum(
+            r.pool == "hbm" and r.size_class == model.quant and frame <= r.offset < stop
+            for r in state.retirements.values()
+        )
+        return int(np.count_nonzero(moving)) + retiring >= state.hbm.items_used(model.quant, frame)
 
     def budget_room(self, session: Session) -> int:
         """Bytes that the session may still reserve under its own budget (a large number without one)."""
@@ -231,10 +245,13 @@ class Pressure:
             elif all(
                 not pages.goal[s] and not pages.moving[s] and pages.kind[s] == Kind.QUANTIZED for s in slots
             ):
+                state.hbm.withhold(model.quant, frame)
                 going = [moves.demote(s, Goal.RELOCATE, "compaction") for s in slots]
                 if all(going):
                     self._emptying[frame] = model
                     missing -= model.exact.frame
+                else:
+                    state.hbm.restore(model.quant, frame)
                 busy = True
         return busy or bool(self._emptying)
 

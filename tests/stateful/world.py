@@ -177,7 +177,6 @@ class World:
         session.codec_state = table.codec_state
         session.plans.clear()
         self.check_reads()
-        self.feed(events.Acked(session.client, session.id, session.version))
 
     def reserve(self, session: WorkerSession, pages: int) -> Result | None:
         result = self.ask(events.Reserved, session.client, session.id, pages)
@@ -221,6 +220,7 @@ class World:
         assert isinstance(result, Table), result
         old = session.rows
         self._receive_table(session, result.table, old)
+        self.feed(events.Acked(session.client, session.id, session.version))
 
     def fork(self, session: WorkerSession) -> None:
         result = self.ask(events.Forked, session.client, session.id)
