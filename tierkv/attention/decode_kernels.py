@@ -144,8 +144,8 @@ def attend_lane(
     """The units `[lane * piece, (lane + 1) * piece)` of the line, one segment after the other."""
     rows, q_heads, _ = query.shape
     group = q_heads // kv_heads
-    unit, end, row = int(lane * piece), row_starts[rows] * kv_heads, 0
-    stop: int = min(end, unit + piece)
+    unit, end, row = int(lane * piece), int(row_starts[rows] * kv_heads), 0
+    stop = min(end, unit + piece)
     while unit < stop:
         while row_starts[row + 1] * kv_heads <= unit:
             row += 1
