@@ -223,6 +223,16 @@ class Session:
             with self._changed:
                 self._labels.append(Run(parse_region(region), tokens))
 
+    def reserve(self, tokens: int) -> None:
+        """Take the pages of a coming `begin(tokens)`, waiting for room; the session stays between steps meanwhile.
+
+        Rows of one batch reserve before any of them begins: a row in a step acknowledges nothing, so memory that it
+        could still read would never become room for the next row. Raises what `begin` does.
+        """
+        deadline = time.monotonic() + self._daemon.timeout
+        with self._changed:
+            self._ready(tokens, deadline)
+
     def begin(self, tokens: int) -> None:
         """A step of `tokens` new tentative tokens: adopt plans, and take (or wait for) reserved pages.
 
@@ -235,17 +245,7 @@ class Session:
         """
         deadline = time.monotonic() + self._daemon.timeout
         with self._changed:
-            self._refusal = None
-            while True:
-                self._check()
-                self._raise_earlier()
-                self._adopt()
-                spans = self._next_spans(tokens)
-                runs = [Run(span.region, span.tokens) for span in spans]
-                missing = pages_needed(*self._tail(), runs, *self._rule()) - len(self._blanks)
-                if missing <= 0 and self._unanswered < MAX_UNANSWERED:
-                    break
-                self._wait_for_pages(missing, deadline)
+            spans, runs = self._ready(tokens, deadline)
             self._in_step = True
             self._lay_out(spans, runs)
 
@@ -498,6 +498,20 @@ class Session:
                 self._spans.append(span._replace(tokens=span.tokens - take))
             if span.labelled:
                 self._labels.appendleft(Run(span.region, take))
+
+    def _ready(self, tokens: int, deadline: float) -> tuple[list[_Span], list[Run]]:
+        """Adopt plans and wait until the pages of `tokens` new tokens are reserved; how they will be laid out."""
+        self._refusal = None
+        while True:
+            self._check()
+            self._raise_earlier()
+            self._adopt()
+            spans = self._next_spans(tokens)
+            runs = [Run(span.region, span.tokens) for span in spans]
+            missing = pages_needed(*self._tail(), runs, *self._rule()) - len(self._blanks)
+            if missing <= 0 and self._unanswered < MAX_UNANSWERED:
+                return spans, runs
+            self._wait_for_pages(missing, deadline)
 
     def _wait_for_pages(self, missing: int, deadline: float) -> None:
         """Ask for pages, or wait for what was asked; one request at a time, so that blanks keep their order."""

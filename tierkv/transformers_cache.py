@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextvars
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -276,21 +276,30 @@ class TieredCache(Cache):  # type: ignore[misc]
         """
         self._settle()
         self._fit_batch(batch)
-        self._real = real = self._real_columns(batch, columns, attention_mask)
+        self._real = self._real_columns(batch, columns, attention_mask)
         self._undo = [(layer, dict(vars(layer))) for layer in self._own_layers()]
         self._columns, self._rows = columns, []
         try:
-            for row, session in enumerate(self.sessions):
-                picked = None if real is None or real[row].all() else np.flatnonzero(real[row])
-                tokens = columns if picked is None else len(picked)
-                if tokens:
-                    self._rows.append(NewTokens(session, row, tokens, picked))
-                    session.begin(tokens)
+            rows = list(self._new_tokens(columns))
+            if len(rows) > 1:
+                for new in rows:
+                    new.session.reserve(new.tokens)
+            for new in rows:
+                self._rows.append(new)
+                new.session.begin(new.tokens)
             self._build_step(batch)
         except BaseException:
             self.abandon_forward()
             raise
         self._ids = None if input_ids is None else input_ids.numpy(force=True).astype(np.int32, copy=False)
+
+    def _new_tokens(self, columns: int) -> Iterator[NewTokens]:
+        for row, session in enumerate(self.sessions):
+            whole = self._real is None or bool(self._real[row].all())
+            picked = None if whole or self._real is None else np.flatnonzero(self._real[row])
+            tokens = columns if picked is None else len(picked)
+            if tokens:
+                yield NewTokens(session, row, tokens, picked)
 
     def end_forward(self) -> None:
         """The forward succeeded: commit (or hold) its tokens, send what it observed, open the step boundary."""

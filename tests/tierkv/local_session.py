@@ -72,6 +72,10 @@ class LocalSession:
     def label(self, region: str | Region, tokens: int) -> None:
         self.labels.append(Run(parse_region(region), tokens))
 
+    def reserve(self, tokens: int) -> None:
+        """Local pages are there, or `begin` says that they are not."""
+        self._alive()
+
     def begin(self, tokens: int) -> None:
         self._alive()
         self.running = True
