@@ -36,6 +36,9 @@ FIT_EAGERLY_AT = 8
 DEMAND_SECONDS = 1.0
 """How long a reservation that did not fit keeps asking for room on its own."""
 
+CALM_SECONDS = 0.2
+"""Cold pages come back only when no reservation has failed for this long: else they would leave again at once."""
+
 RESCORE_SECONDS = 1.0
 """Scores of a paused session are recomputed this often."""
 
@@ -46,12 +49,14 @@ class Pressure:
         self._moves = moves
         self._demands: dict[int, tuple[Model, int, float]] = {}  # session -> model, bytes, until
         self._emptying: dict[int, Model] = {}  # low-bit frame -> model
+        self._asked_at = -CALM_SECONDS
 
     # Asking for room -----------------------------------------------------------------------------------------
 
     def ask(self, session: Session, size: int) -> None:
         """A reservation of `size` bytes did not fit."""
         self._demands[session.id] = (session.model, size, self._state.now + DEMAND_SECONDS)
+        self._asked_at = self._state.now
 
     def satisfied(self, session: int) -> None:
         self._demands.pop(session, None)
@@ -291,6 +296,7 @@ class Pressure:
         spare = self._restore_pinned(int(spare))
         spare = self._promote_hot(spare)
         if state.config.demotion == "pressure":
+            spare = self._refill(spare)
             self._prepare(spare)
 
     def _restore_pinned(self, spare: int) -> int:
@@ -305,6 +311,30 @@ class Pressure:
                 spare -= self._state.model_of(slot).quant.item
         exact = ready[(pages.pin[ready] == Guard.EXACT) & (pages.kind[ready] == Kind.QUANTIZED)]
         return self._promote_exact(exact[pages.host_kind[exact] == Kind.EXACT], spare, "pin")
+
+    def _refill(self, spare: int) -> int:
+        """While nobody asks for room, cold pages come back as low-bit replicas, highest score first."""
+        state, pages, moves = self._state, self._state.pages, self._moves
+        if state.now - self._asked_at < CALM_SECONDS:
+            return spare
+        ready = self._idle(pages.slots())
+        cold = ready[
+            (pages.kind[ready] == Kind.NONE)
+            & (pages.host[ready] != NOWHERE)
+            & (pages.ladder[ready] == Ladder.TIERED)
+            & (pages.score[ready] >= state.thresholds.offload_below)
+        ]
+        for slot in reversed(self._coldest_first(cold)):
+            model = state.model_of(slot)
+            session = state.sessions[int(pages.owner[slot])]
+            within = self.budget_room(session) >= 2 * model.exact.item
+            frames = (state.hbm.free_frames(model.exact.frame) - self.kept_frames(model)) * model.exact.frame
+            if state.hbm.free_items(model.quant) <= 1 and min(spare, frames) < model.exact.frame:
+                break
+            if moves.full() or not within or not moves.promote(slot, Goal.LOWBIT, "room"):
+                break
+            spare -= model.quant.item
+        return spare
 
     def _promote_hot(self, spare: int) -> int:
         state, pages = self._state, self._state.pages

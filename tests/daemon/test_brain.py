@@ -274,3 +274,20 @@ def test_the_log_replays_to_the_same_state() -> None:
     append(w, opened(w), 40)
     again = type(w.brain).replay(w.config, w.brain.log)
     assert again.snapshot().flat() == w.brain.snapshot().flat()
+
+
+def test_cold_pages_come_back_when_there_is_room_again() -> None:
+    w = world(hbm_frames=8, host_frames=200)
+    crowd, survivor = opened(w), opened(w)
+    append(w, survivor, 30)
+    append(w, crowd, 40)
+    w.settle()
+    assert Kind.NONE in kinds(survivor)
+    w.close(crowd)
+    for _ in range(10):
+        w.now += 0.5
+        w.feed(events.Tick())
+        w.settle()
+    assert Kind.NONE not in kinds(survivor)
+    assert w.brain.snapshot().counters.recalled_pages > 0
+    assert w.brain.snapshot().counters.moved_pages["host", "quantized", "room"] > 0
