@@ -472,7 +472,8 @@ class Pressure:
         free = (
             pages.live[among] & pages.sealed[among] & ~pages.doomed[among] & (pages.goal[among] == Goal.NONE)
         )
-        return among[free & (pages.retry_at[among] <= self._state.now)]
+        chosen: Slots = among[free & (pages.retry_at[among] <= self._state.now)]
+        return chosen
 
     def _coldest_first(self, slots: Slots) -> list[int]:
         order = np.argsort(self._state.pages.score[slots], kind="stable")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tierkv.daemon.policy.contract import Policy, Thresholds, TokenState
 from tierkv.daemon.policy.memdecay import MemDecay
 from tierkv.errors import ConfigError
 
-POLICIES: dict[str, type[Policy]] = {MemDecay.name: MemDecay}
+POLICIES: dict[str, Callable[[], Policy]] = {MemDecay.name: MemDecay}
 
 
 def get(name: str) -> Policy:

@@ -46,6 +46,8 @@ class Policy(Protocol):
     """A ten-line dataclass named after its paper; `new_state` makes the memory of one session."""
 
     name: ClassVar[str]
-    thresholds: Thresholds
+
+    @property
+    def thresholds(self) -> Thresholds: ...
 
     def new_state(self) -> TokenState: ...
