@@ -23,7 +23,10 @@ from tierkv.daemon.events import Answer, Event, Instruction
 from tierkv.daemon.integrity import check_integrity
 from tierkv.daemon.moves import Act, Moves
 from tierkv.daemon.pages import Guard, Ladder
+from tierkv.daemon.pins import PIN_LEVELS, Pins
 from tierkv.daemon.pressure import Pressure
+from tierkv.daemon.promotion import Promotion
+from tierkv.daemon.scoring import Scores
 from tierkv.daemon.sessions import Client, Session
 from tierkv.daemon.snapshot import Snapshot, session_stats, take_snapshot
 from tierkv.daemon.state import BrainConfig, State
@@ -42,7 +45,6 @@ from tierkv.table import NOWHERE, Kind, lay_out, pages_needed
 RETRY_AFTER_SECONDS = 0.002
 """What a caller that must wait is told; a move of one page takes about this long."""
 
-PIN_LEVELS = {"none": Guard.NONE, "attendable": Guard.ATTENDABLE, "exact": Guard.EXACT}
 LADDERS = {"exact": Ladder.EXACT, "drop": Ladder.DROP, "tiered": Ladder.TIERED}
 
 
@@ -56,7 +58,10 @@ class Brain:
         self.config = config
         self.state = State(config)
         self.moves = Moves(self.state)
-        self.pressure = Pressure(self.state, self.moves)
+        self.pins = Pins(self.state)
+        self.scores = Scores(self.state)
+        self.pressure = Pressure(self.state, self.moves, self.scores)
+        self.promotion = Promotion(self.state, self.moves, self.pressure, self.scores)
         self.adoption = Adoption(self.state)
         self.log: deque[tuple[float, Event]] = deque(maxlen=config.log_events)
         self._validate = validate
@@ -389,7 +394,7 @@ class Brain:
         pages = self.state.pages
         pages.sealed[slot] = True
         session.tail_open = False
-        self._pin_page(slot, session.region_pins.get(Region(int(pages.region[slot])), Guard.NONE), session)
+        self.pins.pin(slot, session.region_pins.get(Region(int(pages.region[slot])), Guard.NONE), session)
         if session.ladder is Ladder.TIERED and self.config.backup == "on_seal" and not self.moves.full():
             self.moves.backup(slot)
 
@@ -417,31 +422,12 @@ class Brain:
         level = PIN_LEVELS[event.level]
         rows = range(session.row_of(event.start), session.row_of(event.stop - 1) + 1)
         for row in rows:
-            if not self._pin_page(int(session.pages.view[row]), level, session):
+            if not self.pins.pin(int(session.pages.view[row]), level, session):
                 raise OutOfCapacity(
                     f"pins may hold {self.config.pin_quota:.0%} of HBM; that is used up: lift one or raise pin_quota"
                 )
         session.stale = True
         self._answer(event.request, Done())
-
-    def _pin_page(self, slot: int, level: Guard, session: Session) -> bool:
-        """Pins are soft: past the quota a page is not pinned (counted), so pinned sessions cannot fill the pool."""
-        pages, model = self.state.pages, session.model
-        if level > pages.pin[slot]:
-            size = {Guard.ATTENDABLE: model.quant.item, Guard.EXACT: model.exact.item}[level]
-            room = session.options.hbm_budget or self.config.hbm_bytes
-            if self._pinned_bytes(session) + size > self.config.pin_quota * room:
-                self.state.counters.pins_refused += 1
-                return False
-        pages.pin[slot] = level
-        return True
-
-    def _pinned_bytes(self, session: Session) -> int:
-        pages, model = self.state.pages, session.model
-        among = session.pages.view if session.options.hbm_budget else pages.slots()
-        attendable = int(np.count_nonzero(pages.pin[among] == Guard.ATTENDABLE))
-        exact = int(np.count_nonzero(pages.pin[among] == Guard.EXACT))
-        return attendable * model.quant.item + exact * model.exact.item
 
     # Moves and time ------------------------------------------------------------------------------------------
 
@@ -481,7 +467,7 @@ class Brain:
         state.quiet.clear()
         if not self.adoption.pending:
             self._back_up_late()
-            self.pressure.tick()
+            self.promotion.tick()
 
     def _back_up_late(self) -> None:
         """Pages that sealed while the mover was busy or host was full get their backup now."""

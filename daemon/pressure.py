@@ -17,46 +17,42 @@ sent to host while a higher-scored one is still exact (docs/decisions/0003).
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import Goal, Guard, Ladder
+from tierkv.daemon.scoring import Scores, Slots
 from tierkv.daemon.sessions import Model, Session
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind
 
-Slots = NDArray[np.int64]
-
 FIT_PAGES = 64
 """Pages that a codec state is fitted from at most: 1,024 tokens."""
-
-FIT_EAGERLY_AT = 8
-"""Sealed exact pages of a model from which its codec state is fitted without being asked."""
 
 DEMAND_SECONDS = 1.0
 """How long a reservation that did not fit keeps asking for room on its own."""
 
-CALM_SECONDS = 0.2
-"""Cold pages come back only when no reservation has failed for this long: else they would leave again at once."""
-
-RESCORE_SECONDS = 1.0
-"""Scores of a paused session are recomputed this often."""
-
 
 class Pressure:
-    def __init__(self, state: State, moves: Moves) -> None:
+    def __init__(self, state: State, moves: Moves, scores: Scores) -> None:
         self._state = state
         self._moves = moves
+        self._scores = scores
         self._demands: dict[int, tuple[Model, int, float]] = {}  # session -> model, bytes, until
         self._emptying: dict[int, Model] = {}  # low-bit frame -> model
-        self._asked_at = -CALM_SECONDS
+        self.asked_at = -np.inf
+        """When a reservation last did not fit (seconds)."""
 
     # Asking for room -----------------------------------------------------------------------------------------
 
     def ask(self, session: Session, size: int) -> None:
         """A reservation of `size` bytes did not fit."""
         self._demands[session.id] = (session.model, size, self._state.now + DEMAND_SECONDS)
-        self._asked_at = self._state.now
+        self.asked_at = self._state.now
+
+    @property
+    def asked(self) -> bool:
+        """A reservation waits for room."""
+        return bool(self._demands)
 
     def satisfied(self, session: int) -> None:
         self._demands.pop(session, None)
@@ -70,7 +66,7 @@ class Pressure:
         missing = self._missing()
         over = [s for s in (state.sessions[i] for i in sorted(state.budgeted)) if self._over_budget(s) > 0]
         if missing > 0 or over or state.config.demotion == "eager":
-            self.rescore()
+            self._scores.refresh()
         for session in over:
             self._shrink_session(session, self._over_budget(session))
         if state.config.demotion == "eager":
@@ -162,13 +158,13 @@ class Pressure:
     def _quantize_or_drop(self, among: Slots, missing: int, guard: Guard) -> int:
         """Lowest-scored exact pages give up their frame. Returns the bytes still missing."""
         state, pages, moves = self._state, self._state.pages, self._moves
-        ready = self._idle(among)
+        ready = self._scores.idle(among)
         ready = ready[pages.kind[ready] == Kind.EXACT]
         tiered = (
             (pages.ladder[ready] == Ladder.TIERED) & (pages.guard[ready] <= guard) & ~pages.refused[ready]
         )
         droppable = (pages.ladder[ready] == Ladder.DROP) & (pages.guard[ready] == Guard.NONE)
-        for slot in self._coldest_first(ready[tiered | droppable]):
+        for slot in self._scores.coldest_first(ready[tiered | droppable]):
             if missing <= 0 or moves.full():
                 break
             model = state.model_of(slot)
@@ -176,7 +172,7 @@ class Pressure:
                 moves.drop(slot, "budget")
                 missing -= model.exact.frame
             elif not model.ready:
-                self._fit(model)
+                self.fit(model)
                 if model.fitting:
                     return 0  # wait for it: nothing has to leave HBM meanwhile
             else:
@@ -191,7 +187,7 @@ class Pressure:
         either kind goes to host, which makes one. True if room is on its way.
         """
         pages = self._state.pages
-        ready = self._idle(among)
+        ready = self._scores.idle(among)
         ready = ready[(pages.ladder[ready] == Ladder.TIERED) & (pages.kind[ready] != Kind.NONE)]
         waiting = ready[(pages.kind[ready] == Kind.EXACT) & (pages.guard[ready] <= Guard.ATTENDABLE)]
         if not len(waiting):
@@ -202,7 +198,7 @@ class Pressure:
     def _send_out(self, ready: Slots, wanted: int) -> int:
         """The `wanted` coldest of `ready` leave HBM, as far as they can now. Returns how many."""
         sent = 0
-        for slot in self._coldest_first(ready):
+        for slot in self._scores.coldest_first(ready):
             if sent >= wanted or self._moves.full():
                 break
             sent += self._moves.demote(slot, Goal.HOST, "pressure")
@@ -242,7 +238,7 @@ class Pressure:
             )
             lacking = len(slots) - elsewhere - self._slots_coming(model)
             if lacking > 0:
-                ready = self._idle(low)
+                ready = self._scores.idle(low)
                 ready = ready[(pages.guard[ready] == Guard.NONE) & (pages.kind[ready] == Kind.QUANTIZED)]
                 busy |= bool(self._send_out(ready, lacking))
             elif len(slots) > elsewhere:
@@ -270,9 +266,9 @@ class Pressure:
             left = self._quantize_or_drop(own, frames, guard) // model.exact.frame * saved
             if left <= 0:
                 return
-            ready = self._idle(own)
+            ready = self._scores.idle(own)
             low = ready[(pages.kind[ready] == Kind.QUANTIZED) & (pages.guard[ready] == Guard.NONE)]
-            for slot in self._coldest_first(low):
+            for slot in self._scores.coldest_first(low):
                 if left <= 0 or moves.full():
                     break
                 if moves.demote(slot, Goal.HOST, "budget"):
@@ -281,107 +277,10 @@ class Pressure:
                 return
             missing = left
 
-    # Coming back, and getting ready ------------------------------------------------------------------------------
-
-    def tick(self) -> None:
-        """Time passed: fit codecs, make low-bit replicas ahead of need, bring hot and pinned pages back."""
-        state, moves = self._state, self._moves
-        for model in list(state.models.values()):
-            if not model.ready and not model.fitting:
-                self._fit(model, at_least=FIT_EAGERLY_AT)
-        spare = state.hbm.free_bytes - state.config.high_watermark * state.hbm.size
-        if moves.full() or self._demands:
-            return
-        self.rescore()
-        spare = self._restore_pinned(int(spare))
-        spare = self._promote_hot(spare)
-        if state.config.demotion == "pressure":
-            spare = self._refill(spare)
-            self._prepare(spare)
-
-    def _restore_pinned(self, spare: int) -> int:
-        """Pinned pages stay attendable: bring back those that are not."""
-        pages = self._state.pages
-        ready = self._idle(self._state.pages.slots())
-        cold = ready[(pages.pin[ready] > Guard.NONE) & (pages.kind[ready] == Kind.NONE)]
-        for slot in cold[pages.host[cold] != NOWHERE].tolist():
-            if self._moves.full():
-                break
-            if self._moves.promote(slot, Goal.LOWBIT, "pin"):
-                spare -= self._state.model_of(slot).quant.item
-        exact = ready[(pages.pin[ready] == Guard.EXACT) & (pages.kind[ready] == Kind.QUANTIZED)]
-        return self._promote_exact(exact[pages.host_kind[exact] == Kind.EXACT], spare, "pin")
-
-    def _refill(self, spare: int) -> int:
-        """While nobody asks for room, cold pages come back as low-bit replicas, highest score first."""
-        state, pages, moves = self._state, self._state.pages, self._moves
-        if state.now - self._asked_at < CALM_SECONDS:
-            return spare
-        ready = self._idle(pages.slots())
-        cold = ready[
-            (pages.kind[ready] == Kind.NONE)
-            & (pages.host[ready] != NOWHERE)
-            & (pages.ladder[ready] == Ladder.TIERED)
-            & (pages.score[ready] >= state.thresholds.offload_below)
-        ]
-        for slot in reversed(self._coldest_first(cold)):
-            model = state.model_of(slot)
-            session = state.sessions[int(pages.owner[slot])]
-            within = self.budget_room(session) >= 2 * model.exact.item
-            frames = (state.hbm.free_frames(model.exact.frame) - self.kept_frames(model)) * model.exact.frame
-            if state.hbm.free_items(model.quant) <= 1 and min(spare, frames) < model.exact.frame:
-                break
-            if moves.full() or not within or not moves.promote(slot, Goal.LOWBIT, "room"):
-                break
-            spare -= model.quant.item
-        return spare
-
-    def _promote_hot(self, spare: int) -> int:
-        state, pages = self._state, self._state.pages
-        ready = self._idle(pages.slots())
-        hot = ready[
-            (pages.kind[ready] == Kind.QUANTIZED)
-            & (pages.host_kind[ready] == Kind.EXACT)
-            & (pages.score[ready] >= state.thresholds.promote_above)
-        ]
-        resident = [s for s in hot.tolist() if self._residency(s) >= state.config.min_residency_steps]
-        return self._promote_exact(np.array(resident, np.int64), spare, "hot")
-
-    def _promote_exact(self, slots: Slots, spare: int, reason: str) -> int:
-        for slot in reversed(self._coldest_first(slots)):
-            frame = self._state.model_of(slot).exact.frame
-            if spare < frame or self._moves.full():
-                break
-            if self._moves.promote(slot, Goal.EXACT, reason):
-                spare -= frame
-        return spare
-
-    def _residency(self, slot: int) -> float:
-        session = self._state.sessions.get(int(self._state.pages.owner[slot]))
-        return session.step - float(self._state.pages.moved_step[slot]) if session else 0.0
-
-    def _prepare(self, spare: int) -> None:
-        """Low-bit replicas of pages below `quantize_below`, while there is plenty of room: demotion is then instant."""
-        state, pages = self._state, self._state.pages
-        ready = self._idle(pages.slots())
-        soon = ready[
-            (pages.kind[ready] == Kind.EXACT)
-            & (pages.quant[ready] == NOWHERE)
-            & (pages.ladder[ready] == Ladder.TIERED)
-            & (pages.guard[ready] <= Guard.ATTENDABLE)
-            & (pages.score[ready] < state.thresholds.quantize_below)
-            & (pages.moving[ready] == 0)
-            & ~pages.refused[ready]
-        ]
-        for slot in self._coldest_first(soon):
-            spare -= state.model_of(slot).quant.item
-            if spare < state.model_of(slot).exact.frame or self._moves.full() or not self._moves.encode(slot):
-                break
-
     def _apply_thresholds(self) -> None:
         """`demotion = "eager"`: below a threshold the faster replica goes at once (what the paper describes)."""
         state, pages, moves = self._state, self._state.pages, self._moves
-        ready = self._idle(pages.slots())
+        ready = self._scores.idle(pages.slots())
         ready = ready[pages.ladder[ready] == Ladder.TIERED]
         exact = ready[
             (pages.kind[ready] == Kind.EXACT)
@@ -395,14 +294,14 @@ class Pressure:
             & (pages.score[ready] < state.thresholds.offload_below)
         ]
         for slots, goal in ((exact, Goal.QUANTIZED), (low, Goal.HOST)):
-            for slot in self._coldest_first(slots):
+            for slot in self._scores.coldest_first(slots):
                 model = state.model_of(slot)
                 if goal is Goal.QUANTIZED and not model.ready:
-                    self._fit(model)
+                    self.fit(model)
                 elif moves.full() or not moves.demote(slot, goal, "threshold"):
                     break
 
-    def _fit(self, model: Model, at_least: int = 1) -> None:
+    def fit(self, model: Model, at_least: int = 1) -> None:
         """Start fitting a model's codec state from its exact pages; sinks are left out where others exist."""
         pages = self._state.pages
         if model.fitting or model.state_offset == NOWHERE or model.fit_after > self._state.now:
@@ -420,62 +319,3 @@ class Pressure:
         chosen = (plain if len(plain) else exact)[:FIT_PAGES]
         if len(chosen):
             self._moves.fit(model, chosen.tolist())
-
-    # Scores --------------------------------------------------------------------------------------------------
-
-    def rescore(self) -> None:
-        """Refresh scores and guards of sessions that changed, and of the sessions that share pages with them."""
-        state = self._state
-        done: set[int] = set()
-        for session in state.sessions.values():
-            old = state.now - session.scored_at > RESCORE_SECONDS
-            if session.id in done or not (session.stale or old):
-                continue
-            family = [state.sessions[s] for s in sorted(session.family)]
-            self._score_family(family)
-            done |= session.family
-
-    def _score_family(self, family: list[Session]) -> None:
-        pages = self._state.pages
-        for session in family:
-            slots = session.pages.view
-            pages.score[slots], pages.guard[slots] = -np.inf, Guard.NONE
-        for session in family:
-            slots = session.pages.view
-            if not len(slots):
-                session.stale = False
-                continue
-            counts = session.counts.view.astype(np.int32)
-            scores = session.tokens.page_scores(session.starts.view, counts, session.clock(self._state.now))
-            session.scores, session.stale, session.scored_at = scores, False, self._state.now
-            pages.score[slots] = np.maximum(pages.score[slots], scores)
-            pages.guard[slots] = np.maximum(pages.guard[slots], self._guards(session))
-
-    def _guards(self, session: Session) -> NDArray[np.int8]:
-        config, pages = self._state.config, self._state.pages
-        slots, starts = session.pages.view, session.starts.view
-        guards = pages.pin[slots].copy()
-        if self._state.clients[session.client].quarantined:
-            guards[:] = Guard.EXACT
-        elif session.ladder is Ladder.TIERED:
-            ends = starts + session.counts.view
-            recent = ends > session.length - config.recent_tokens
-            guards[recent] = np.maximum(guards[recent], Guard.RECENT)
-            guards[starts < config.sink_tokens] = Guard.EXACT
-        return guards
-
-    # Choosing ------------------------------------------------------------------------------------------------
-
-    def _idle(self, among: Slots) -> Slots:
-        """Sealed pages without a goal that may be chosen now."""
-        pages = self._state.pages
-        free = (
-            pages.live[among] & pages.sealed[among] & ~pages.doomed[among] & (pages.goal[among] == Goal.NONE)
-        )
-        chosen: Slots = among[free & (pages.retry_at[among] <= self._state.now)]
-        return chosen
-
-    def _coldest_first(self, slots: Slots) -> list[int]:
-        order = np.argsort(self._state.pages.score[slots], kind="stable")
-        ordered: list[int] = slots[order].tolist()
-        return ordered

@@ -264,7 +264,7 @@ def test_idle_sessions_do_not_outrank_busy_ones() -> None:
     w.now += 60.0
     w.reserve(busy, 1)
     w.write(busy, [Run(Region.USER, 1)], 1)
-    w.brain.pressure.rescore()
+    w.brain.scores.refresh()
     scores = {s.id: float(w.brain.state.sessions[s.id].scores[1]) for s in (idle, busy)}
     assert scores[idle.id] < scores[busy.id]
 

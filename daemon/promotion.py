@@ -1,0 +1,125 @@
+"""Who comes back while nobody asks for room: pinned pages, hot pages, then whatever still lies cold. And what is made
+ready: low-bit replicas of pages that will be demoted next, so that their demotion is instant.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierkv.daemon.moves import Moves
+from tierkv.daemon.pages import Goal, Guard, Ladder
+from tierkv.daemon.pressure import Pressure
+from tierkv.daemon.scoring import Scores, Slots
+from tierkv.daemon.state import State
+from tierkv.table import NOWHERE, Kind
+
+FIT_EAGERLY_AT = 8
+"""Sealed exact pages of a model from which its codec state is fitted without being asked."""
+
+CALM_SECONDS = 0.2
+"""Cold pages come back only when no reservation has failed for this long: else they would leave again at once."""
+
+
+class Promotion:
+    def __init__(self, state: State, moves: Moves, pressure: Pressure, scores: Scores) -> None:
+        self._state = state
+        self._moves = moves
+        self._pressure = pressure
+        self._scores = scores
+
+    def tick(self) -> None:
+        """Time passed: fit codecs, make low-bit replicas ahead of need, bring hot and pinned pages back."""
+        state, moves = self._state, self._moves
+        for model in list(state.models.values()):
+            if not model.ready and not model.fitting:
+                self._pressure.fit(model, at_least=FIT_EAGERLY_AT)
+        spare = state.hbm.free_bytes - state.config.high_watermark * state.hbm.size
+        if moves.full() or self._pressure.asked:
+            return
+        self._scores.refresh()
+        spare = self._restore_pinned(int(spare))
+        spare = self._promote_hot(spare)
+        if state.config.demotion == "pressure":
+            spare = self._refill(spare)
+            self._prepare(spare)
+
+    def _restore_pinned(self, spare: int) -> int:
+        """Pinned pages stay attendable: bring back those that are not."""
+        pages = self._state.pages
+        ready = self._scores.idle(self._state.pages.slots())
+        cold = ready[(pages.pin[ready] > Guard.NONE) & (pages.kind[ready] == Kind.NONE)]
+        for slot in cold[pages.host[cold] != NOWHERE].tolist():
+            if self._moves.full():
+                break
+            if self._moves.promote(slot, Goal.LOWBIT, "pin"):
+                spare -= self._state.model_of(slot).quant.item
+        exact = ready[(pages.pin[ready] == Guard.EXACT) & (pages.kind[ready] == Kind.QUANTIZED)]
+        return self._promote_exact(exact[pages.host_kind[exact] == Kind.EXACT], spare, "pin")
+
+    def _refill(self, spare: int) -> int:
+        """While nobody asks for room, cold pages come back as low-bit replicas, highest score first."""
+        state, pages, moves = self._state, self._state.pages, self._moves
+        if state.now - self._pressure.asked_at < CALM_SECONDS:
+            return spare
+        ready = self._scores.idle(pages.slots())
+        cold = ready[
+            (pages.kind[ready] == Kind.NONE)
+            & (pages.host[ready] != NOWHERE)
+            & (pages.ladder[ready] == Ladder.TIERED)
+            & (pages.score[ready] >= state.thresholds.offload_below)
+        ]
+        for slot in reversed(self._scores.coldest_first(cold)):
+            model = state.model_of(slot)
+            session = state.sessions[int(pages.owner[slot])]
+            within = self._pressure.budget_room(session) >= 2 * model.exact.item
+            frames = (
+                state.hbm.free_frames(model.exact.frame) - self._pressure.kept_frames(model)
+            ) * model.exact.frame
+            if state.hbm.free_items(model.quant) <= 1 and min(spare, frames) < model.exact.frame:
+                break
+            if moves.full() or not within or not moves.promote(slot, Goal.LOWBIT, "room"):
+                break
+            spare -= model.quant.item
+        return spare
+
+    def _promote_hot(self, spare: int) -> int:
+        state, pages = self._state, self._state.pages
+        ready = self._scores.idle(pages.slots())
+        hot = ready[
+            (pages.kind[ready] == Kind.QUANTIZED)
+            & (pages.host_kind[ready] == Kind.EXACT)
+            & (pages.score[ready] >= state.thresholds.promote_above)
+        ]
+        resident = [s for s in hot.tolist() if self._residency(s) >= state.config.min_residency_steps]
+        return self._promote_exact(np.array(resident, np.int64), spare, "hot")
+
+    def _promote_exact(self, slots: Slots, spare: int, reason: str) -> int:
+        for slot in reversed(self._scores.coldest_first(slots)):
+            frame = self._state.model_of(slot).exact.frame
+            if spare < frame or self._moves.full():
+                break
+            if self._moves.promote(slot, Goal.EXACT, reason):
+                spare -= frame
+        return spare
+
+    def _residency(self, slot: int) -> float:
+        session = self._state.sessions.get(int(self._state.pages.owner[slot]))
+        return session.step - float(self._state.pages.moved_step[slot]) if session else 0.0
+
+    def _prepare(self, spare: int) -> None:
+        """Low-bit replicas of pages below `quantize_below`, while there is plenty of room: demotion is then instant."""
+        state, pages = self._state, self._state.pages
+        ready = self._scores.idle(pages.slots())
+        soon = ready[
+            (pages.kind[ready] == Kind.EXACT)
+            & (pages.quant[ready] == NOWHERE)
+            & (pages.ladder[ready] == Ladder.TIERED)
+            & (pages.guard[ready] <= Guard.ATTENDABLE)
+            & (pages.score[ready] < state.thresholds.quantize_below)
+            & (pages.moving[ready] == 0)
+            & ~pages.refused[ready]
+        ]
+        for slot in self._scores.coldest_first(soon):
+            spare -= state.model_of(slot).quant.item
+            if spare < state.model_of(slot).exact.frame or self._moves.full() or not self._moves.encode(slot):
+                break
