@@ -1,4 +1,4 @@
-"""Pins: pages that stay exact, or at least attendable. They are soft, bounded by a quota of the pool or of the budget."""
+"""Pins: pages that stay exact, or at least attendable. Soft: bounded by a quota of the pool, or of the budget."""
 
 from __future__ import annotations
 
