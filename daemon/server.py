@@ -361,7 +361,7 @@ class OwnerLoop:
             peer is None or request.epoch in (0, self._epoch)
         ):
             self._acknowledge(peer, request, now)
-            self._answer_now(identity, peer, request, now)
+            self._answer_now(identity, peer, request, len(parts) - 1, now)
             return
         if request.epoch != self._epoch or peer is None:
             why = (
@@ -393,10 +393,14 @@ class OwnerLoop:
             for session, version in request.seen.items():
                 self._feed(events.Acked(peer.client, session, version))
 
-    def _answer_now(self, identity: bytes, peer: Peer | None, request: Request, now: float) -> None:
+    def _answer_now(
+        self, identity: bytes, peer: Peer | None, request: Request, buffers: int, now: float
+    ) -> None:
         """Answers that need no brain, or only its numbers. Not remembered: asking twice does no harm."""
         result: Result = Done()
-        if isinstance(request.op, Stats):
+        if buffers:
+            result = _failure(errors.ProtocolError(f"{buffers} buffers came with an operation that has none"))
+        elif isinstance(request.op, Stats):
             result = self._stats(request.op.session)
         elif isinstance(request.op, Drain):
             self._feed(events.Draining())
