@@ -35,7 +35,7 @@ def run(document: Path, state_dir: Path, tmp_path: Path) -> str:
     script.write_text("\n".join(python_blocks(document.read_text())))
     done = subprocess.run(
         [sys.executable, str(script)], cwd="/", timeout=240, capture_output=True, text=True, check=False,
-        env=os.environ | {"TIERKV_STATE_DIR": str(state_dir)},
+        env=os.environ | {"TIERKV_STATE_DIR": str(state_dir), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
@@ -48,7 +48,7 @@ def run(document: Path, state_dir: Path, tmp_path: Path) -> str:
 @pytest.mark.model
 def test_the_guide_runs_as_it_stands(state_dir: Path, tmp_path: Path) -> None:
     said = run(GUIDE, state_dir, tmp_path)
-    assert "4711" in said and "noon" in said  # the answers to both turns
+    assert said.startswith("The code 4711 opens the greenhouse door.\nThe door closes at noon.\n")
 
 
 def test_the_protocol_page_runs_as_it_stands(state_dir: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_worker_example_runs_as_it_stands_and_gives_its_pages_back(
     script.write_text(example)
     done = subprocess.run(
         [sys.executable, str(script)], cwd="/", timeout=240, capture_output=True, text=True, check=False,
-        env=os.environ | {"TIERKV_STATE_DIR": str(state_dir)},
+        env=os.environ | {"TIERKV_STATE_DIR": str(state_dir), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
