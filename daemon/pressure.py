@@ -82,7 +82,7 @@ class Pressure:
         low, high = state.config.low_watermark * size, state.config.high_watermark * size
         if free >= low and not self._demands:
             return 0
-        coming = self._frames_coming()
+        coming = self.frames_coming()
         missing = int(high) - free - coming if free + coming < low else 0
         for model, wanted, _ in self._demands.values():
             frame = model.exact.frame
@@ -96,7 +96,7 @@ class Pressure:
         tiered = bool(np.any(pages.live & pages.sealed & (pages.ladder == Ladder.TIERED)))
         return int(tiered and not state.hbm.free_items(model.quant))
 
-    def _frames_coming(self) -> int:
+    def frames_coming(self) -> int:
         """Bytes of frames on their way to be free: retiring, of pages with a goal, or being emptied."""
         state, pages = self._state, self._state.pages
         leaving = np.flatnonzero(
@@ -149,13 +149,13 @@ class Pressure:
 
     def _shrink_pool(self, missing: int) -> None:
         everything = self._state.pages.slots()
-        missing = self._quantize_or_drop(everything, missing, Guard.ATTENDABLE)
+        missing = self.quantize_or_drop(everything, missing, Guard.ATTENDABLE)
         if missing > 0 and not self._moves.full() and not self._coldest_out(everything):
             emptied = self._empty_frames(missing)
             if not emptied and not self._moves.flying and not self._state.retirements:
-                self._quantize_or_drop(everything, missing, Guard.RECENT)
+                self.quantize_or_drop(everything, missing, Guard.RECENT)
 
-    def _quantize_or_drop(self, among: Slots, missing: int, guard: Guard) -> int:
+    def quantize_or_drop(self, among: Slots, missing: int, guard: Guard) -> int:
         """Lowest-scored exact pages give up their frame. Returns the bytes still missing."""
         state, pages, moves = self._state, self._state.pages, self._moves
         ready = self._scores.idle(among)
@@ -192,7 +192,7 @@ class Pressure:
         waiting = ready[(pages.kind[ready] == Kind.EXACT) & (pages.guard[ready] <= Guard.ATTENDABLE)]
         if not len(waiting):
             return False
-        coming = self._frames_coming() + self._slots_coming(self._state.model_of(int(waiting[0])))
+        coming = self.frames_coming() + self._slots_coming(self._state.model_of(int(waiting[0])))
         return coming > 0 or bool(self._send_out(ready[pages.guard[ready] == Guard.NONE], wanted=1))
 
     def _send_out(self, ready: Slots, wanted: int) -> int:
@@ -263,7 +263,7 @@ class Pressure:
         saved = model.exact.item - (model.quant.item if session.ladder is Ladder.TIERED else 0)
         for guard in (Guard.ATTENDABLE, Guard.RECENT):
             frames = -(-missing // saved) * model.exact.frame
-            left = self._quantize_or_drop(own, frames, guard) // model.exact.frame * saved
+            left = self.quantize_or_drop(own, frames, guard) // model.exact.frame * saved
             if left <= 0:
                 return
             ready = self._scores.idle(own)

@@ -13,7 +13,7 @@ from tierkv.daemon.scoring import Scores, Slots
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind
 
-FIT_EAGERLY_AT = 8
+FIT_EAGERLY_AT = 32
 """Sealed exact pages of a model from which its codec state is fitted without being asked."""
 
 CALM_SECONDS = 0.2
@@ -38,10 +38,18 @@ class Promotion:
             return
         self._scores.refresh()
         spare = self._restore_pinned(int(spare))
-        spare = self._promote_hot(spare)
-        if state.config.demotion == "pressure":
-            spare = self._refill(spare)
-            self._prepare(spare)
+        if state.config.demotion == "eager":
+            self._promote_hot(spare)
+            return
+        pages = state.pages
+        tiered = self._scores.idle(pages.slots())
+        tiered = tiered[pages.ladder[tiered] == Ladder.TIERED]
+        cold = tiered[(pages.kind[tiered] == Kind.NONE) & (pages.host[tiered] != NOWHERE)]
+        cold = cold[pages.score[cold] >= state.thresholds.offload_below]
+        if len(cold):
+            self._refill(cold, tiered, spare)
+        else:
+            self._prepare(self._promote_hot(spare))
 
     def _restore_pinned(self, spare: int) -> int:
         """Pinned pages stay attendable: bring back those that are not."""
@@ -56,31 +64,29 @@ class Promotion:
         exact = ready[(pages.pin[ready] == Guard.EXACT) & (pages.kind[ready] == Kind.QUANTIZED)]
         return self._promote_exact(exact[pages.host_kind[exact] == Kind.EXACT], spare, "pin")
 
-    def _refill(self, spare: int) -> int:
-        """While nobody asks for room, cold pages come back as low-bit replicas, highest score first."""
+    def _refill(self, cold: Slots, tiered: Slots, spare: int) -> None:
+        """While nobody asks for room, cold pages come back as low-bit replicas, highest score first; where no slot is
+        left for them, exact pages that need not be exact become low-bit: no page lies cold for their sake.
+        """
         state, pages, moves = self._state, self._state.pages, self._moves
         if state.now - self._pressure.asked_at < CALM_SECONDS:
-            return spare
-        ready = self._scores.idle(pages.slots())
-        cold = ready[
-            (pages.kind[ready] == Kind.NONE)
-            & (pages.host[ready] != NOWHERE)
-            & (pages.ladder[ready] == Ladder.TIERED)
-            & (pages.score[ready] >= state.thresholds.offload_below)
-        ]
+            return
         for slot in reversed(self._scores.coldest_first(cold)):
             model = state.model_of(slot)
-            session = state.sessions[int(pages.owner[slot])]
-            within = self._pressure.budget_room(session) >= 2 * model.exact.item
+            if self._pressure.budget_room(state.sessions[int(pages.owner[slot])]) < 2 * model.exact.item:
+                continue
+            if moves.full():
+                break
             frames = (
                 state.hbm.free_frames(model.exact.frame) - self._pressure.kept_frames(model)
             ) * model.exact.frame
             if state.hbm.free_items(model.quant) <= 1 and min(spare, frames) < model.exact.frame:
+                if not self._pressure.frames_coming():
+                    self._pressure.quantize_or_drop(tiered, model.exact.frame, Guard.ATTENDABLE)
                 break
-            if moves.full() or not within or not moves.promote(slot, Goal.LOWBIT, "room"):
+            if not moves.promote(slot, Goal.LOWBIT, "room"):
                 break
             spare -= model.quant.item
-        return spare
 
     def _promote_hot(self, spare: int) -> int:
         state, pages = self._state, self._state.pages
