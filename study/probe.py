@@ -21,8 +21,8 @@ from tierkv.study.episodes import Probe, recalled
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-BURST_TOKENS = 32
-"""Decode steps at the end of an episode: two half-lives of a scratchpad token."""
+BURST_TOKENS = 16
+"""Decode steps at the end of an episode: a half-life of a scratchpad token."""
 
 ANSWER_TOKENS = 8
 """Tokens of a greedy answer; the longest gold has five."""

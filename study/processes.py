@@ -1,0 +1,114 @@
+"""Child processes of the demo: a real daemon in a state directory of its own, and a worker whose stdout is read.
+
+Leaving a `with` block ends its process and whatever that started, also after an error or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tierkv.errors import TierKVError
+
+STOP_SECONDS = 30.0
+"""What a process gets to end after SIGTERM; the daemon drains."""
+
+LOG_LINES = 12
+"""How much of a failed process's output an error quotes."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""torch and numba each bring an OpenMP runtime, whose idle threads spin and take the cores from the other's: on two
+busy cores an episode takes 11 s when threads sleep while they wait, and 61 s when they spin."""
+
+
+class ProcessFailed(TierKVError):
+    code = "process-failed"
+
+
+@contextlib.contextmanager
+def state_directory() -> Iterator[Path]:
+    """A fresh folder, in memory where possible: sockets need a short path, and the host pool is a file there."""
+    where = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="tierkv-demo-", dir=where))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], log: Path, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`command` in a process group of its own; stderr (and stdout, unless `stdout` says otherwise) go to `log`."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output if stdout is None else stdout,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_WAIT_POLICY": "PASSIVE",
+            },  # daemon and worker share the cores: none may spin
+            start_new_session=True,  # Ctrl-C reaches us first, and we end it in order
+        )
+    try:
+        yield process
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """SIGTERM, time to end, then SIGKILL for its group."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def end_together(first: subprocess.Popen[str], second: subprocess.Popen[str]) -> None:
+    """When `first` ends, `second` is told to: a worker need not wait for a daemon that could not start."""
+
+    def watch() -> None:
+        first.wait()
+        if second.poll() is None:
+            second.terminate()
+
+    threading.Thread(target=watch, name="tierkv-demo-watch", daemon=True).start()
+
+
+def failure(name: str, process: subprocess.Popen[str], log: Path) -> ProcessFailed:
+    """Says how the process ended and what it said last."""
+    said = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    return ProcessFailed(f"the {name} ended with code {process.poll()}; its last output:\n{said}")
+
+
+def daemon_command(state_dir: Path, hbm: int, host: int) -> list[str]:
+    """`tierkv-daemon` of this environment. Its pin quota is the whole pool: the drop arm pins system pages exact. Room
+    is made when it is asked for, not ahead: watermarks would keep two of 25 frames empty.
+    """
+    return [
+        sys.executable, "-c", "from tierkv.daemon_cli import main; main()",
+        "--hbm", str(hbm), "--host", str(host), "--state-dir", str(state_dir),
+        "--set", "pin_quota=1.0", "--set", "low_watermark=0", "--set", "high_watermark=0",
+    ]  # fmt: skip
+
+
+def worker_command(state_dir: Path) -> list[str]:
+    return [sys.executable, "-m", "tierkv.study.worker", "--state-dir", str(state_dir)]
