@@ -29,6 +29,7 @@ from tierkv.protocol import (
     PROTOCOL_VERSION,
     Attach,
     Attached,
+    Done,
     Drain,
     GeometryFields,
     Open,
@@ -49,6 +50,9 @@ TIMEOUT_SECONDS = 10.0
 
 RESERVE_AHEAD = 1
 """Pages that a session keeps reserved beyond its need, so that a decode step does not wait."""
+
+DRIVE_SECONDS = 0.02
+"""How long a caller that waits does the line's work itself; an answer that takes longer does not miss a wake-up."""
 
 CONNECT_RETRY_SECONDS = 0.02
 
@@ -182,7 +186,9 @@ class Client:
     def ping(self) -> float:
         """Seconds that an answer of the daemon took."""
         start = time.perf_counter()
-        self._ask(Ping(), "ping")
+        result = self._ask(Ping(), "ping")
+        if not isinstance(result, Done):
+            raise failed(result)
         return time.perf_counter() - start
 
     def drain(self) -> None:
@@ -295,7 +301,8 @@ class Client:
     def _ask(self, op: Operation, what: str) -> Result:
         deadline = time.monotonic() + self.timeout
         answer: Future[Result] = Future()
-        self.submit(Call(op, partial(give, answer), deadline=deadline))
+        self.submit(Call(op, partial(give, answer), deadline=deadline), wake=False)
+        self._line.drive(answer.done, min(DRIVE_SECONDS, self.timeout))
         result = wait(answer, deadline, self, what)
         return result
 

@@ -1,6 +1,8 @@
 """A worker's line to the daemon: one thread that owns the socket, re-sends, keeps the lease and finds a new owner.
 
-Callers hand over `Call`s and never touch the socket. Everything in one epoch arrives in order and at most once is
+Callers hand over `Call`s and never touch the socket, but for one that waits for an answer: it may `drive` the line,
+that is do the thread's work until the answer is there, which spares two wake-ups of another thread. Whoever holds
+`_role` works; the other sleeps. Everything in one epoch arrives in order and at most once is
 carried out twice (the daemon remembers answers), so a call is simply sent again until it is answered.
 
 The owner's death is the end of the attach stream, which the kernel reports; or an answer from a later epoch. Silence
@@ -14,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import os
+import select
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -51,6 +53,9 @@ RESEND_LIMIT_SECONDS = 8.0
 FULL_QUEUE_SECONDS = 0.02
 """Wait when the socket takes no more."""
 
+LONGEST_SLEEP_SECONDS = RESEND_SECONDS
+"""The thread looks this often for calls to send again, since a driver may have sent some that it does not know of."""
+
 ACK_SECONDS = 0.002
 """How long an adopted plan waits for a message that carries the acknowledgement anyway."""
 
@@ -60,10 +65,13 @@ RETRY_SECONDS = (0.01, 0.5)
 ATTEMPT_SECONDS = 5.0
 """One attach attempt; adoption of many pages takes part of it."""
 
+EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""As plain integers, which pyzmq takes faster than its enumerations."""
+
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A request and what to do with its answer. `done` runs once, in the line's thread, and must be quick.
+    """A request and what to do with its answer. `done` runs once, on the line's thread or a driver's; be quick.
 
     `session` is -1 where the operation names none that exists. `number` orders the session's foldable operations
     (commits and observations); 0 for all others.
@@ -90,7 +98,7 @@ class Attachment(NamedTuple):
 
 
 class Host(Protocol):
-    """What the line asks of its client, from its own thread."""
+    """What the line asks of its client, from its own thread or a driver's."""
 
     def attach(self, timeout: float) -> Attachment:
         """Attach, handing sessions over. `OwnerUnavailable` when there is nobody (yet)."""
@@ -116,7 +124,12 @@ class Line:
         self._ids = itertools.count(1)
         self._socket: zmq.Socket[bytes] | None = None
         self._stream: socket.socket | None = None
-        self._poller = zmq.Poller()
+        self._role = threading.Lock()
+        # Wake, socket and stream; level-triggered, so that nothing is missed by a pause.
+        self._watched = select.epoll()
+        self._watched.register(self._wake, select.EPOLLIN)
+        self._sleep = select.epoll()  # what wakes the thread: `_watched`, unless somebody drives
+        self._sleep.register(self._watched, select.EPOLLIN)
         self._ack_due = 0.0
         self._sent_at = self._heard_at = 0.0
         self._retry_at, self._retry_wait = 0.0, RETRY_SECONDS[0]
@@ -145,6 +158,33 @@ class Line:
         if self._queue and not self._closing:
             os.eventfd_write(self._wake, 1)
 
+    def drive(self, done: Callable[[], bool], seconds: float) -> None:
+        """Send what is queued and work in the calling thread until `done`, or for `seconds`, or as long as it can.
+
+        Returns early, with the work left to the line's thread, when that is busy itself or the owner is gone: wait for
+        the answer as if nothing had been driven. `done` is asked after each turn.
+        """
+        if self._closing or not self._role.acquire(blocking=False):
+            self.flush()
+            return
+        try:
+            self._sleep.modify(self._watched, 0)
+            end = time.monotonic() + seconds
+            if self.connected:
+                self._work()
+            while self.connected and not (done() or self._closing):
+                now = time.monotonic()
+                if now >= end:
+                    break
+                self._turn(min(end, self._next_due()) - now)
+        except Exception:
+            log.exception("the line to the daemon met an error and goes on")
+        finally:
+            self._sleep.modify(self._watched, select.EPOLLIN)
+            if self._queue or self._ack_due or self._closing or not self.connected:
+                os.eventfd_write(self._wake, 1)
+            self._role.release()
+
     def acknowledge_soon(self) -> None:
         """An adopted plan wants to be acknowledged, with the next message or a little later."""
         if not self._ack_due:
@@ -163,44 +203,69 @@ class Line:
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(ATTEMPT_SECONDS + 1.0)
+        mine = self._role.acquire(timeout=ATTEMPT_SECONDS)
         self._disconnect()
         self._context.destroy(linger=0)
         self._fail_all()
+        if mine:
+            self._role.release()
+        self._sleep.close()
+        self._watched.close()
         os.close(self._wake)
 
     # The thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        due = 0.0
         while not self._closing:
             try:
                 if self.connected:
-                    self._turn()
-                else:
-                    self._find_owner()
+                    self._sleep.poll(min(LONGEST_SLEEP_SECONDS, max(0.0, due - time.monotonic())))
+                with self._role:
+                    if self.connected:
+                        self._turn(0.0)
+                    else:
+                        self._find_owner()
+                    due = self._next_due()
             except Exception:
                 log.exception("the line to the daemon met an error and goes on")
                 time.sleep(FULL_QUEUE_SECONDS)
 
-    def _turn(self) -> None:
-        assert self._socket is not None and self._stream is not None
-        ready = dict(self._poller.poll(_milliseconds(self._next_due() - time.monotonic())))
+    # With the role -----------------------------------------------------------------------------------------------
+
+    def _turn(self, wait: float) -> None:
+        """Sleep until something happens, for `wait` seconds at most, and do what is to be done."""
+        stream = self._stream
+        assert stream is not None
+        ready = [descriptor for descriptor, _ in self._watched.poll(max(0.0, wait))]
         if self._wake in ready:
             os.eventfd_read(self._wake)
-        while self._queue:
-            self._send(self._queue.popleft())
-        if self._socket in ready:
-            self._receive()
-        if self.connected and self._stream.fileno() in ready and self._ended():
+        self._work()
+        if self.connected and stream is self._stream and stream.fileno() in ready and self._ended():
             log.warning("the owner of epoch %d is gone", self.epoch)
             self._disconnect()
-        if self.connected:
-            self._timers()
+
+    def _work(self) -> None:
+        """Send what is queued or due, and take what has come.
+
+        The socket's descriptor tells of a message only once, and sending may consume that: so the last look at
+        `EVENTS` comes after the last sending, and finds nothing.
+        """
+        self._timers()
+        while self.connected:
+            while self._queue:
+                self._send(self._queue.popleft())
+            self._receive()
+            if not self._queue:
+                return
 
     def _next_due(self) -> float:
         due = self._sent_at + self._heartbeat
         if self._ack_due:
             due = min(due, self._ack_due)
-        return min(due, *(call.due for call in self._flight.values())) if self._flight else due
+        for call in self._flight.values():
+            due = min(due, call.due)
+        return due
 
     def _timers(self) -> None:
         now = time.monotonic()
@@ -227,20 +292,20 @@ class Line:
     def _transmit(self, call: Call, now: float) -> None:
         assert self._socket is not None
         try:
-            self._socket.send_multipart(call.frames, zmq.NOBLOCK)
+            if call.buffers:
+                self._socket.send_multipart(call.frames, NOBLOCK)
+            else:
+                self._socket.send(call.frames[0], NOBLOCK)
             call.due = now + call.wait
         except zmq.Again:
             call.due = now + FULL_QUEUE_SECONDS
         self._sent_at = now
 
     def _receive(self) -> None:
-        while self.connected and self._socket is not None:
+        while self._socket is not None and self._socket.getsockopt(EVENTS) & POLLIN:
+            raw = self._socket.recv(NOBLOCK)  # the daemon's messages have one frame
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = decode_from_daemon(frames[0])
+                message = decode_from_daemon(raw)
             except ProtocolError as error:
                 log.error("a message of the daemon was dropped: %s", error)
                 continue
@@ -270,9 +335,7 @@ class Line:
         """One attempt, or a part of the wait before it."""
         wait = self._retry_at - time.monotonic()
         if wait > 0:
-            poller = zmq.Poller()
-            poller.register(self._wake, zmq.POLLIN)
-            if poller.poll(_milliseconds(wait)):
+            if self._watched.poll(wait):
                 os.eventfd_read(self._wake)
             return
         try:
@@ -292,6 +355,7 @@ class Line:
         carried += [self._queue.popleft() for _ in range(len(self._queue))]
         for call in carried:
             self._carry_over(call, attachment.folded)
+        self._work()
 
     def _carry_over(self, call: Call, folded: dict[int, int]) -> None:
         if isinstance(call.op, Ping):
@@ -317,9 +381,8 @@ class Line:
         line.set(zmq.IDENTITY, self._client_id.encode())
         line.connect(attachment.reply.endpoint)
         self._socket = line
-        self._poller = zmq.Poller()
-        for source in (line, self._wake, self._stream.fileno()):
-            self._poller.register(source, zmq.POLLIN)
+        for descriptor in (line.getsockopt(zmq.FD), self._stream.fileno()):
+            self._watched.register(descriptor, select.EPOLLIN)
         self._sent_at = 0.0  # a heartbeat at once: the daemon learns the way back
         self._heard_at = time.monotonic()
         self._retry_wait = RETRY_SECONDS[0]
@@ -330,9 +393,11 @@ class Line:
         self.connected = False
         self._retry_at = 0.0
         if self._socket is not None:
+            self._watched.unregister(self._socket.getsockopt(zmq.FD))
             self._socket.close(linger=0)
             self._socket = None
         if self._stream is not None:
+            self._watched.unregister(self._stream.fileno())
             with contextlib.suppress(OSError):
                 self._stream.shutdown(socket.SHUT_RDWR)  # also where a forked child holds a copy
             self._stream.close()
@@ -348,13 +413,9 @@ class Line:
 
     def _fail_all(self) -> None:
         closed = Failure(OwnerUnavailable.code, "the client is closed")
-        calls: Iterable[Call] = [*self._flight.values(), *self._queue]
-        self._flight.clear()
-        self._queue.clear()
-        for call in calls:
-            self._finish(call, closed)
-
-
-def _milliseconds(seconds: float) -> int:
-    """Rounded up: a wait cut to zero would be a busy one."""
-    return max(0, math.ceil(seconds * 1000))
+        with contextlib.suppress(KeyError):  # emptied, maybe by another caller: each call is taken by one of them
+            while True:
+                self._finish(self._flight.popitem()[1], closed)
+        with contextlib.suppress(IndexError):
+            while True:
+                self._finish(self._queue.popleft(), closed)
