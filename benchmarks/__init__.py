@@ -1,6 +1,7 @@
-"""Speed, each figure beside its peer in the same run: `make bench`, or `python -m tierkv.benchmarks [NAME...] [--quick]`.
+"""Speed, each figure beside its peer in the same run.
 
-It prints a table and writes `out/bench.json`:
+`make bench`, or `python -m tierkv.benchmarks [request] [moves] [decode] [--quick]`, prints a table and writes
+`out/bench.json`:
 
 - `machine`: `cpu`, `cores`, `memory_bytes`, `python`, `torch`, `transformers`, `pyzmq`, `omp_wait_policy`, and
   `load_before` and `load_after` (one-minute load averages: what else the machine did).

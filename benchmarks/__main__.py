@@ -8,6 +8,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -23,6 +25,7 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.names) - set(NAMES):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes started here end too
     start = time.monotonic()
     results = measure(given.names or NAMES, given.quick)
     print("\n".join(lines(results)))

@@ -36,9 +36,13 @@ QUICK_CONTEXTS = (256,)
 BUDGET_SHARE = 4
 """The `budget` arm holds one part in this many of its exact bytes."""
 
+LEAST_BUDGET_PAGES = 12
+CHUNK_SHARE = 4
+"""A forward of the `budget` arm takes one part in this many of its budget: what is there needs room too."""
+
 POOL_DTYPE = "bfloat16"
 WARM_UP_STEPS = 3
-STEPS = 60
+STEPS = 40
 QUICK_STEPS = 3
 SETTLE_SECONDS = 10.0
 """How long moves that the prompt caused may take before the clock runs."""
@@ -68,7 +72,12 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
 
 
 def _budget(geometry: Geometry, tokens: int) -> int:
-    return tokens * geometry.token_bytes // BUDGET_SHARE
+    return max(LEAST_BUDGET_PAGES * geometry.page_bytes, tokens * geometry.token_bytes // BUDGET_SHARE)
+
+
+def _chunk(geometry: Geometry, tokens: int) -> int:
+    pages = _budget(geometry, tokens) // (CHUNK_SHARE * geometry.page_bytes)
+    return max(1, pages) * geometry.page_tokens
 
 
 def _measure(
@@ -83,7 +92,7 @@ def _measure(
     caches = {
         "peer": (plain, DynamicCache(config=plain.config)),
         "exact": (paged, TieredCache(exact)),
-        "budget": (paged, TieredCache(budget)),
+        "budget": (paged, TieredCache(budget, chunk_tokens=_chunk(budget.geometry, context))),
     }
     prefill = {}
     for name, (model, cache) in caches.items():

@@ -16,7 +16,7 @@ import zmq
 import tierkv
 from tierkv.benchmarks import pairs, processes
 from tierkv.geometry import Geometry
-from tierkv.protocol import Operation, Ping, Request, Reserve, encode
+from tierkv.protocol import Ping, Request, Reserve, encode
 
 GOAL_RATIO = 1.5
 BLOCK = 25
@@ -30,23 +30,25 @@ def run(quick: bool = False) -> dict[str, pairs.Figures]:
     """Microseconds a request; see the package for keys."""
     count = 4 if quick else 120
     hbm = HBM_PAGES * GEOMETRY.page_bytes
-    with processes.service(hbm, hbm) as state_dir, processes.echo() as endpoint:
-        with tierkv.connect(state_dir, reserve_ahead=0) as client, zmq.Context() as context:
-            dealer = context.socket(zmq.DEALER)
-            dealer.connect(endpoint)
-            reserving = _Reserving(client)
-            figures = {}
-            for name, ours, op in (
-                ("ping", client.ping, Ping()),
-                ("reserve", reserving.once, Reserve(reserving.session.id, 1)),
-            ):
-                payload = encode(Request(id=1, epoch=client.epoch, op=op, deadline=client.timeout, seen={}))
-                peer = _echo(dealer, payload)
-                figures[name] = pairs.interleave(
-                    _block(ours), _block(peer), count, warm_up=max(1, count // 10)
-                )
-                figures[name]["payload_bytes"] = len(payload)
-            dealer.close(linger=0)
+    with (
+        processes.service(hbm, hbm) as state_dir,
+        processes.echo() as endpoint,
+        tierkv.connect(state_dir, reserve_ahead=0) as client,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+    ):
+        dealer.set(zmq.LINGER, 0)
+        dealer.connect(endpoint)
+        reserving = _Reserving(client)
+        figures = {}
+        for name, ours, op in (
+            ("ping", client.ping, Ping()),
+            ("reserve", reserving.once, Reserve(reserving.session.id, 1)),
+        ):
+            payload = encode(Request(id=1, epoch=client.epoch, op=op, deadline=client.timeout, seen={}))
+            peer = _block(_echo(dealer, payload))
+            figures[name] = pairs.interleave(_block(ours), peer, count, warm_up=max(1, count // 10))
+            figures[name]["payload_bytes"] = len(payload)
     return figures
 
 
