@@ -313,7 +313,11 @@ class Brain:
         frames = self._frames_for(session, event.pages)
         if not frames:
             self.pressure.ask(session, wanted)
-            raise self._full()
+            refusal = self._full()
+            if isinstance(refusal, OutOfCapacity):
+                frames = self._frames_for(session, event.pages, kept=0)
+            if not frames:
+                raise refusal
         self.pressure.satisfied(session.id)
         blanks = []
         for offset in frames:
@@ -323,12 +327,15 @@ class Brain:
             blanks.append(BlankPage(page, offset))
         self._answer(event.request, Reserved(blanks))
 
-    def _frames_for(self, session: Session, count: int) -> list[int]:
-        """`count` frames or none. The last one of the pool is kept for low-bit pages while none has a free slot."""
+    def _frames_for(self, session: Session, count: int, kept: int | None = None) -> list[int]:
+        """`count` frames or none. The last one of the pool is kept for low-bit pages while none has a free slot: until
+        no page can become low-bit any more (`kept=0`).
+        """
         state, model = self.state, session.model
         if self.pressure.budget_room(session) < count * model.exact.frame:
             return []
-        if state.hbm.free_frames(model.exact.frame) < count + self.pressure.kept_frames(model):
+        kept = self.pressure.kept_frames(model) if kept is None else kept
+        if state.hbm.free_frames(model.exact.frame) < count + kept:
             return []
         frames = [state.hbm.allocate(model.exact) for _ in range(count)]
         return [frame for frame in frames if frame is not None]

@@ -73,7 +73,14 @@ class Pressure:
             self._apply_thresholds()
         if missing > 0:
             self._shrink_pool(missing)
-        return bool(self._moves.flying or state.retirements)
+        return bool(self._moves.flying or state.retirements) or self._will_be_tried_again()
+
+    def _will_be_tried_again(self) -> bool:
+        """Something that may make room waits only for time: for bandwidth, or after a move that failed."""
+        state, pages = self._state, self._state.pages
+        resting = np.any(pages.live & ~pages.doomed & (pages.retry_at > state.now))
+        unfitted = any(model.fit_after > state.now for model in state.models.values())
+        return bool(resting) or unfitted or self._moves.full()
 
     def _missing(self) -> int:
         """Bytes of whole frames that are wanted and not yet on their way."""
@@ -93,7 +100,8 @@ class Pressure:
     def kept_frames(self, model: Model) -> int:
         """Free frames that are not given out: one while no low-bit slot is free, else nothing could be encoded."""
         state, pages = self._state, self._state.pages
-        tiered = bool(np.any(pages.live & pages.sealed & (pages.ladder == Ladder.TIERED)))
+        own = pages.live & pages.sealed & (pages.model == model.index)
+        tiered = bool(np.any(own & (pages.ladder == Ladder.TIERED)))
         return int(tiered and not state.hbm.free_items(model.quant))
 
     def frames_coming(self) -> int:
@@ -164,10 +172,13 @@ class Pressure:
             (pages.ladder[ready] == Ladder.TIERED) & (pages.guard[ready] <= guard) & ~pages.refused[ready]
         )
         droppable = (pages.ladder[ready] == Ladder.DROP) & (pages.guard[ready] == Guard.NONE)
+        without_slot: set[int] = set()
         for slot in self._scores.coldest_first(ready[tiered | droppable]):
             if missing <= 0 or moves.full():
                 break
             model = state.model_of(slot)
+            if model.index in without_slot:
+                continue
             if pages.ladder[slot] == Ladder.DROP:
                 moves.drop(slot, "budget")
                 missing -= model.exact.frame
@@ -178,7 +189,8 @@ class Pressure:
             else:
                 free = state.hbm.free_bytes
                 if not moves.demote(slot, Goal.QUANTIZED, "pressure"):
-                    break  # no slot for the low-bit form
+                    without_slot.add(model.index)  # for its low-bit form; pages of other models may find one
+                    continue
                 missing -= model.exact.frame - max(0, free - state.hbm.free_bytes)
         return missing
 
@@ -218,7 +230,7 @@ class Pressure:
         low-bit pages (of any frame) go to host first. True if anything is on its way.
         """
         state, pages, moves = self._state, self._state.pages, self._moves
-        busy = False
+        busy = self._forget_prepared()
         for model in state.models.values():
             low = np.flatnonzero(
                 pages.live & (pages.model == model.index) & (pages.quant != NOWHERE) & ~pages.doomed
@@ -255,6 +267,19 @@ class Pressure:
                     state.hbm.restore(model.quant, frame)
                 busy = True
         return busy or bool(self._emptying)
+
+    def _forget_prepared(self) -> bool:
+        """Give up low-bit replicas made ahead for pages that may not be demoted any more: nobody reads them, and they
+        would hold their frame. True if there were any.
+        """
+        state, pages = self._state, self._state.pages
+        ready = self._scores.idle(pages.slots())
+        ready = ready[(pages.kind[ready] == Kind.EXACT) & (pages.quant[ready] != NOWHERE)]
+        ready = ready[(pages.guard[ready] > Guard.ATTENDABLE) & (pages.moving[ready] == 0)]
+        for slot in ready.tolist():
+            state.hbm.release(state.model_of(slot).quant, int(pages.quant[slot]))
+            pages.quant[slot] = NOWHERE
+        return bool(len(ready))
 
     def _shrink_session(self, session: Session, missing: int) -> None:
         """The session's own budget: exact pages become low-bit, then low-bit ones leave, coldest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.stateful.world import SMALL, WorkerSession, World
+from tests.stateful.world import LARGE, SMALL, WorkerSession, World
 from tierkv.daemon import events
 from tierkv.daemon.policy import Thresholds
 from tierkv.daemon.state import BrainConfig
@@ -291,3 +291,74 @@ def test_cold_pages_come_back_when_there_is_room_again() -> None:
     assert Kind.NONE not in kinds(survivor)
     assert w.brain.snapshot().counters.recalled_pages > 0
     assert w.brain.snapshot().counters.moved_pages["host", "quantized", "room"] > 0
+
+
+def test_a_bandwidth_limit_makes_a_reservation_wait_and_never_fail() -> None:
+    w = world(hbm_frames=10, host_frames=200, move_bandwidth=200_000)
+    session = opened(w)
+    append(w, session, 60)
+    assert session.length == 240
+
+
+def test_moves_that_fail_are_waited_for_before_a_pool_is_called_full() -> None:
+    w = world(hbm_frames=6, host_frames=200)
+    session = opened(w)
+    append(w, session, 4)
+    for _ in range(20):
+        result = w.reserve(session, 2)
+        assert isinstance(result, Failure) and result.code == "backpressure", result
+        w.now += 0.01
+        for number in list(w.moves):
+            w.fail_move(number, "io")
+    w.now += 1.0
+    append(w, session, 20)
+    assert session.length == 96
+
+
+def test_a_model_without_tiered_pages_keeps_no_frame_back() -> None:
+    w = World(BrainConfig(
+        8 * LARGE.page_bytes + 4096, 0, page_tokens=4, sink_tokens=4, recent_tokens=8, pins=(),
+        low_watermark=0.0, high_watermark=0.0, backup="never",
+    ))  # fmt: skip
+    w.attach("a")
+    append(w, opened(w), 1)
+    exact = w.open("a", LARGE, SessionOptions(ladder="exact"))
+    assert exact is not None
+    assert isinstance(w.reserve(exact, 7), Reserved), "the eighth frame holds the small page"
+
+
+def test_pages_of_a_model_without_a_slot_do_not_stand_in_the_way_of_another_models() -> None:
+    """The coldest page's frames are all taken; the other model's recent pages still become low-bit."""
+    w = World(BrainConfig(
+        4 * LARGE.page_bytes, 60 * LARGE.page_bytes, page_tokens=4, sink_tokens=4, recent_tokens=40, pins=(),
+        low_watermark=0.0, high_watermark=0.0,
+    ))  # fmt: skip
+    w.attach("a")
+    large = w.open("a", LARGE, SessionOptions())
+    small = w.open("a", SMALL, SessionOptions())
+    assert large is not None and small is not None
+    append(w, large, 2, Region.SCRATCHPAD)
+    append(w, small, 4)
+    w.settle()
+    append(w, small, 4)
+    assert small.length == 32
+
+
+def test_a_replica_made_ahead_does_not_hold_the_frame_of_a_page_that_was_pinned_since() -> None:
+    """Fourteen frames: the sink and the pin exact, the rest low-bit in one frame, eleven for the exact session."""
+    w = world(hbm_frames=14, host_frames=200, thresholds=Thresholds(99.0, 0.0, 0.0, 999.0))
+    first, session = opened(w), opened(w)
+    append(w, first, 40)
+    w.close(first)
+    append(w, session, 6)
+    for _ in range(8):
+        w.now += 0.3
+        w.feed(events.Tick())
+        w.settle()
+    pages = w.brain.state.pages
+    assert np.any(pages.live & (pages.kind == Kind.EXACT) & (pages.quant >= 0)), "a replica is made ahead"
+    w.ask(events.Pinned, "a", session.id, 4, 8, "exact")
+    append(w, session, 30)
+    exact = opened(w, ladder="exact")
+    append(w, exact, 11)
+    assert exact.length == 44
