@@ -18,7 +18,7 @@ import numpy as np
 
 from tierkv.daemon import events
 from tierkv.daemon.adoption import Adoption
-from tierkv.daemon.allocator import aligned
+from tierkv.daemon.allocator import PoolAllocator, aligned
 from tierkv.daemon.events import Answer, Event, Instruction
 from tierkv.daemon.integrity import check_integrity
 from tierkv.daemon.moves import Act, Moves
@@ -346,8 +346,8 @@ class Brain:
             self.state.counters.backpressure += 1
             return Backpressure("HBM is full for the moment; room is being made", RETRY_AFTER_SECONDS)
         return OutOfCapacity(
-            f"HBM ({self.state.hbm.size:,} bytes) and host ({self.state.host.size:,} bytes) are full and no page may "
-            "be demoted or dropped: close sessions, lift pins, or start the daemon with more"
+            f"no room for a page and none may give way: {_use(self.state.hbm)} bytes of HBM and "
+            f"{_use(self.state.host)} of host are in use; close sessions, lift pins or budgets, or give the daemon more"
         )
 
     def _committed(self, event: events.Committed) -> None:
@@ -488,6 +488,10 @@ class Brain:
         for slot in np.flatnonzero(bare).tolist():
             if self.moves.full() or not self.moves.backup(slot):
                 break
+
+
+def _use(pool: PoolAllocator) -> str:
+    return f"{pool.used_bytes:,} of {pool.size:,}"
 
 
 def _truncate(chunks: list[Any], length: int) -> list[Any]:

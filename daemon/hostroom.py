@@ -31,29 +31,35 @@ class HostRoom:
     def allocate(self, size_class: SizeClass, slot: int, compress: Callable[[int], bool]) -> int | None:
         """Offset of a host replica for `slot`; None when there is none now. What is given up retires first."""
         host, pages = self._state.host, self._state.pages
-        offset = host.allocate(size_class)
+        offset = None if self._last_frame(size_class, slot) else host.allocate(size_class)
         must = pages.goal[slot] != Goal.NONE
         if offset is None and must and not self._compressing and self._state.retiring_host < size_class.frame:
             self._give_up(slot, compress)
-            offset = host.allocate(size_class)
+            offset = None if self._last_frame(size_class, slot) else host.allocate(size_class)
         return offset
+
+    def _last_frame(self, size_class: SizeClass, slot: int) -> bool:
+        """An exact page would take the frame that low-bit pages need: without one, nothing could be compressed."""
+        host, model = self._state.host, self._state.model_of(slot)
+        low_bit = size_class.item != size_class.frame or host.free_items(model.quant)
+        return not low_bit and host.free_frames(size_class.frame) < 2
 
     def _give_up(self, slot: int, compress: Callable[[int], bool]) -> None:
         pages = self._state.pages
         score = pages.score[slot]
         exact = self._candidates(pages.host_kind == Kind.EXACT)
-        redundant = exact[(pages.kind[exact] == Kind.EXACT) & (pages.score[exact] > score)]
+        redundant = exact[(pages.kind[exact] == Kind.EXACT) & (pages.score[exact] >= score)]
         if len(redundant):
             self._release(int(redundant[np.argmax(pages.score[redundant])]))
             return
-        lower = exact[pages.score[exact] < score]
+        lower = exact[pages.score[exact] <= score]
         doubled = lower[pages.kind[lower] == Kind.QUANTIZED]
         if len(doubled):
             victim = int(doubled[np.argmin(pages.score[doubled])])
             pages.lossy[victim] = True
             self._release(victim)
             return
-        cold = lower[(pages.kind[lower] == Kind.NONE) & ~pages.refused[lower]]
+        cold = exact[(pages.kind[exact] == Kind.NONE) & ~pages.refused[exact]]
         if len(cold):
             self._compressing = True  # its low-bit form must not make room in turn
             started = compress(int(cold[np.argmin(pages.score[cold])]))

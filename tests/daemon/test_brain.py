@@ -362,3 +362,19 @@ def test_a_replica_made_ahead_does_not_hold_the_frame_of_a_page_that_was_pinned_
     exact = opened(w, ladder="exact")
     append(w, exact, 11)
     assert exact.length == 44
+
+
+def test_a_full_host_compresses_pages_of_one_score_before_it_says_out_of_capacity() -> None:
+    """Ten frames and twelve: two exact, eight and twelve of ten low-bit pages each hold 202; one is kept back."""
+    w = world(hbm_frames=10, host_frames=12)
+    session = opened(w)
+    append(w, session, 190)  # of one region and one step: every score is equal
+    counters = w.brain.snapshot().counters
+    assert (session.length, counters.dropped_pages.total(), counters.lost_pages) == (760, 0, 0)
+
+
+def test_a_host_full_of_cold_exact_pages_has_a_slot_left_to_compress_into() -> None:
+    w = world(hbm_frames=6, host_frames=3, backup="on_demote")
+    session = opened(w)
+    append(w, session, 50)  # three exact at the least, thirty in HBM: the others are low-bit in host
+    assert session.length == 200
