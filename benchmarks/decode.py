@@ -21,7 +21,7 @@ import numpy as np
 
 import tierkv
 from tierkv.benchmarks import pairs, processes
-from tierkv.geometry import Geometry
+from tierkv.geometry import DTypeName, Geometry
 from tierkv.table import Kind
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ LEAST_BUDGET_PAGES = 12
 CHUNK_SHARE = 4
 """A forward of the `budget` arm takes one part in this many of its budget: what is there needs room too."""
 
-POOL_DTYPE = "bfloat16"
+POOL_DTYPE: DTypeName = "bfloat16"
 WARM_UP_STEPS = 3
 STEPS = 40
 QUICK_STEPS = 3

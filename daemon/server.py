@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import zmq
 
@@ -334,7 +334,7 @@ class OwnerLoop:
         """Messages that wait. Asking first is cheaper than an exception for each last one."""
         assert self._socket is not None
         for _ in range(FRAMES_PER_TURN):
-            if not self._socket.getsockopt(EVENTS) & POLLIN:
+            if not cast(int, self._socket.getsockopt(EVENTS)) & POLLIN:
                 return
             identity = self._socket.recv(zmq.NOBLOCK)
             header = self._socket.recv(zmq.NOBLOCK)  # a ROUTER's message is never an identity alone

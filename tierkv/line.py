@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import zmq
 
@@ -302,7 +302,7 @@ class Line:
         self._sent_at = now
 
     def _receive(self) -> None:
-        while self._socket is not None and self._socket.getsockopt(EVENTS) & POLLIN:
+        while self._socket is not None and cast(int, self._socket.getsockopt(EVENTS)) & POLLIN:
             raw = self._socket.recv(NOBLOCK)  # the daemon's messages have one frame
             try:
                 message = decode_from_daemon(raw)
@@ -381,7 +381,7 @@ class Line:
         line.set(zmq.IDENTITY, self._client_id.encode())
         line.connect(attachment.reply.endpoint)
         self._socket = line
-        for descriptor in (line.getsockopt(zmq.FD), self._stream.fileno()):
+        for descriptor in (cast(int, line.getsockopt(zmq.FD)), self._stream.fileno()):
             self._watched.register(descriptor, select.EPOLLIN)
         self._sent_at = 0.0  # a heartbeat at once: the daemon learns the way back
         self._heard_at = time.monotonic()
@@ -393,7 +393,7 @@ class Line:
         self.connected = False
         self._retry_at = 0.0
         if self._socket is not None:
-            self._watched.unregister(self._socket.getsockopt(zmq.FD))
+            self._watched.unregister(cast(int, self._socket.getsockopt(zmq.FD)))
             self._socket.close(linger=0)
             self._socket = None
         if self._stream is not None:
@@ -413,7 +413,9 @@ class Line:
 
     def _fail_all(self) -> None:
         closed = Failure(OwnerUnavailable.code, "the client is closed")
-        with contextlib.suppress(KeyError):  # emptied, maybe by another caller: each call is taken by one of them
+        with contextlib.suppress(
+            KeyError
+        ):  # emptied, maybe by another caller: each call is taken by one of them
             while True:
                 self._finish(self._flight.popitem()[1], closed)
         with contextlib.suppress(IndexError):
