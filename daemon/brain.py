@@ -45,6 +45,9 @@ from tierkv.table import NOWHERE, Kind, lay_out, pages_needed
 RETRY_AFTER_SECONDS = 0.002
 """What a caller that must wait is told; a move of one page takes about this long."""
 
+LEAST_BUDGET_PAGES = 3
+"""One written, one that becomes low-bit, one to write next: with less a session would stop."""
+
 LADDERS = {"exact": Ladder.EXACT, "drop": Ladder.DROP, "tiered": Ladder.TIERED}
 
 
@@ -203,10 +206,11 @@ class Brain:
         state, options = self.state, event.options
         ladder, pins = self._ladder(options.ladder), self._region_pins(options.pins)
         model = state.register_model(event.model_id, event.geometry)
-        if options.hbm_budget and options.hbm_budget < 2 * model.exact.frame:
+        if options.hbm_budget and options.hbm_budget < LEAST_BUDGET_PAGES * model.exact.frame:
             state.forget_model(model)
             raise BudgetTooSmall(
-                f"hbm_budget is {options.hbm_budget:,} bytes; two pages of {model.exact.frame:,} bytes are the least"
+                f"hbm_budget is {options.hbm_budget:,} bytes; {LEAST_BUDGET_PAGES} pages of "
+                f"{model.exact.frame:,} bytes are the least"
             )
         if model.state_bytes and model.state_offset == NOWHERE:
             block = state.hbm.allocate_block(aligned(model.state_bytes))
