@@ -95,7 +95,7 @@ class CudaDriver:
             self._cuda: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError:
             raise ConfigError(
-                'a CUDA pool needs cuda-python, which is not installed: pip install "tierkv[cuda]"'
+                'a CUDA pool needs cuda-python, which is not installed: pip install ".[cuda]" in a checkout of tierkv'
             ) from None
         try:
             self._call("cuInit", 0)

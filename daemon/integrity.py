@@ -11,7 +11,8 @@ from tierkv.table import NOWHERE, Kind
 
 
 def check_integrity(state: State, moves: Moves) -> None:
-    """Raises AssertionError when any invariant of DESIGN section 5 does not hold."""
+    """Raises AssertionError when an invariant does not hold: bytes with two owners or none, a page without a
+    replica, references that no table accounts for."""
     state.hbm.check_integrity()
     state.host.check_integrity()
     _check_bytes(state, moves)

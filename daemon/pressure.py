@@ -11,7 +11,7 @@ first within each:
 4. as a last resort, pages of the recent window become low-bit too.
 
 The order differs from "the lowest-scored page gives up its fastest replica" in one point, on purpose: a page is not
-sent to host while a higher-scored one is still exact (docs/decisions/0003).
+sent to host while a higher-scored one is still exact (docs/decisions/0004).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Retirement(NamedTuple):
 
 @dataclass
 class Counters:
-    """Totals since the owner started; `metrics` exports them under DESIGN section 13's names."""
+    """Totals since the owner started; `metrics` exports them."""
 
     moved_pages: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # src, dst, reason
     moved_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -46,7 +46,7 @@ def quantize(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np
         from bitsandbytes.functional import quantize_blockwise
     except ImportError as missing:
         raise ConfigError(
-            "kivi2 stores its scales through bitsandbytes, which is not installed: pip install 'tierkv[kivi]', "
+            "kivi2 stores its scales through bitsandbytes, which is not installed: pip install '.[kivi]' here, "
             "or use the codec k3v2"
         ) from missing
     import torch

@@ -84,7 +84,16 @@ def stats(
                 values = client.stats(session)
         if as_json:
             return _print_json(values)
-        _print_rows([(name, f"{value:g}") for name, value in values.items()])
+        _print_rows(
+            [
+                (name, f"{value:,.0f}" if value == int(value) else f"{value:,.3f}")
+                for name, value in values.items()
+            ]
+        )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
 
 
 @app.command()

@@ -13,5 +13,8 @@ def require_daemon(program: str) -> None:
     """End the program with one clear sentence where the extra `daemon` is not installed."""
     missing = [name for name in DAEMON if importlib.util.find_spec(name) is None]
     if missing:
-        print(f'{program} needs {", ".join(missing)}: pip install "tierkv[daemon]"', file=sys.stderr)
+        print(
+            f'{program} needs {", ".join(missing)}: pip install ".[daemon]" in a checkout of tierkv',
+            file=sys.stderr,
+        )
         sys.exit(1)

@@ -279,4 +279,4 @@ except Exception as error:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True
     ).stdout
     assert said.startswith("ConfigError")
-    assert 'pip install "tierkv[cuda]"' in said
+    assert 'pip install ".[cuda]"' in said

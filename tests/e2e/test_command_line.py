@@ -68,7 +68,7 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 1
-    assert done.stderr == f'{program} needs ray: pip install "tierkv[daemon]"\n'
+    assert done.stderr == f'{program} needs ray: pip install ".[daemon]" in a checkout of tierkv\n'
 
 
 def test_no_daemon_is_exit_code_one_and_a_sentence(tmp_path: Path) -> None:
