@@ -21,6 +21,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,6 +56,9 @@ FULL_QUEUE_SECONDS = 0.02
 
 LONGEST_SLEEP_SECONDS = RESEND_SECONDS
 """The thread looks this often for calls to send again, since a driver may have sent some that it does not know of."""
+
+FORK_SECONDS = 1.0
+"""How long a fork waits for the line to be between two turns."""
 
 ACK_SECONDS = 0.002
 """How long an adopted plan waits for a message that carries the acknowledgement anyway."""
@@ -125,6 +129,7 @@ class Line:
         self._socket: zmq.Socket[bytes] | None = None
         self._stream: socket.socket | None = None
         self._role = threading.Lock()
+        self._paused = False
         # Wake, socket and stream; level-triggered, so that nothing is missed by a pause.
         self._watched = select.epoll()
         self._watched.register(self._wake, select.EPOLLIN)
@@ -140,6 +145,7 @@ class Line:
         self.problem = ""
         """Why no owner could be attached to, for error messages."""
         self._connect(attachment)
+        _lines.add(self)
         self._thread = threading.Thread(target=self._run, name="tierkv-line", daemon=True)
         self._thread.start()
 
@@ -413,11 +419,40 @@ class Line:
 
     def _fail_all(self) -> None:
         closed = Failure(OwnerUnavailable.code, "the client is closed")
-        with contextlib.suppress(
-            KeyError
-        ):  # emptied, maybe by another caller: each call is taken by one of them
+        # Another caller may be emptying them too: each call is taken by one of the two.
+        with contextlib.suppress(KeyError):
             while True:
                 self._finish(self._flight.popitem()[1], closed)
         with contextlib.suppress(IndexError):
             while True:
                 self._finish(self._queue.popleft(), closed)
+
+    # Forks -------------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Let nobody be in the middle of a turn: a forked child would inherit a lock that is never released."""
+        self._paused = self._role.acquire(timeout=FORK_SECONDS)
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._role.release()
+
+
+_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+_forking: list[Line] = []
+
+
+def _before_fork() -> None:
+    _forking[:] = _lines
+    for line in _forking:
+        line.pause()
+
+
+def _after_fork() -> None:
+    for line in _forking:
+        line.resume()
+    _forking.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
