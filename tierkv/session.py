@@ -229,6 +229,7 @@ class Session:
         Rows of one batch reserve before any of them begins: a row in a step acknowledges nothing, so memory that it
         could still read would never become room for the next row. Raises what `begin` does.
         """
+        self._daemon.check_process()  # before the lock: a forked child may have inherited it locked
         deadline = time.monotonic() + self._daemon.timeout
         with self._changed:
             self._ready(tokens, deadline)
@@ -243,6 +244,7 @@ class Session:
             OwnerUnavailable: no daemon answered before the client's timeout.
             TierKVError: an earlier commit or observation of this session failed.
         """
+        self._daemon.check_process()  # before the lock: a forked child may have inherited it locked
         deadline = time.monotonic() + self._daemon.timeout
         with self._changed:
             spans, runs = self._ready(tokens, deadline)
