@@ -1,8 +1,9 @@
 """Room in the host pool. When it is full, give up in this order what costs least:
 
-1. backups of pages that are exact in HBM and score higher than the page in need (redundant today, and the last to be
-   demoted);
-2. exact copies of the lowest-scored pages in favour of their low-bit form (they become lossy);
+1. backups of pages that are exact in HBM and score no lower than the page in need (redundant today, and the last to
+   be demoted);
+2. exact copies in favour of the low-bit form (the page becomes lossy): of low-bit pages in HBM that score no higher
+   than the page in need, else of the coldest page that is only in host;
 3. cold pages whose score is below `drop_below` (default 0: never).
 
 Only a page that must leave its tier makes room; a routine backup takes what is free or waits.

@@ -311,7 +311,7 @@ class Session:
     # Requests that are waited for --------------------------------------------------------------------------------
 
     def crop(self, length: int) -> None:
-        """Forget tokens from `length` on, below the horizon too (the daemon may have to copy a page for that)."""
+        """Forget tokens from `length` on, below the horizon too: a page that is cut stays and is read short."""
         deadline = time.monotonic() + self._daemon.timeout
         answer: Future[Result] = Future()
         with self._changed:
