@@ -183,11 +183,13 @@ class Conversation:
     def follow(self, messages: str | Message | Iterable[Message], steps: int) -> torch.Tensor:
         """`append`, but the last `steps` tokens run one decode step each, as if the model wrote them.
 
+        Where the new messages have fewer tokens, the last ones before them run again.
+
         Returns:
             Logits `[steps, vocabulary]` after each of these tokens, in the model's dtype.
 
         Raises:
-            ValueError: what `append` raises, or the new messages have fewer tokens than `steps`.
+            ValueError: what `append` raises it for, or there are fewer tokens than `steps`.
         """
         if steps < 1:
             raise ValueError(f"follow takes at least one step, not {steps}")
@@ -319,10 +321,8 @@ class Conversation:
         spans = [span for one in told for span in one.spans]
         ids = _ids(spans)
         self._check_room(len(ids), 0)
-        if steps > len(ids) - len(self.tokens):
-            raise ValueError(
-                f"{steps} decode steps of {len(ids) - len(self.tokens)} new tokens; follow more at once"
-            )
+        if steps > len(ids):
+            raise ValueError(f"{steps} decode steps of {len(ids)} tokens; follow more at once")
         start = self._align(spans, len(ids) - steps)
         logits = []
         with self._running(spans, start):

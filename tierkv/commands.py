@@ -1,11 +1,13 @@
-"""The commands of `tierkv`. Every one reads only and takes `--json`; 1 is the exit code when no daemon answers.
+"""The commands of `tierkv`. Every one takes `--json` and, but for `replay`, reads only; 1 is the exit code when no
+daemon answers.
 
-`status` and `stats` ask over HTTP, which answers whatever the loop does; `ping` takes a worker's way.
+`status` and `stats` ask over HTTP, which answers whatever the loop does; `ping` and `replay` take a worker's way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import statistics
 import sys
@@ -120,6 +122,48 @@ def ping(
         if as_json:
             return _print_json(found)
         _print_rows([(name, f"{value:,.0f}") for name, value in found.items()])
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="Traces in OpenAI's message format, JSON or JSONL.")],
+    trace: Annotated[
+        list[int] | None, typer.Option(help="Only this one, counted from 0; may be repeated.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many traces.")] = None,
+    budget: Annotated[
+        float, typer.Option(min=0.01, help="HBM of a session, as part of its exact KV bytes.")
+    ] = 0.2,
+    model: Annotated[
+        Path | None, typer.Option(help="A transformers model's folder; default SmolLM2-135M.")
+    ] = None,
+    recall: Annotated[str | None, typer.Option(help="direct, background, strict or off.")] = None,
+    compare: Annotated[
+        bool, typer.Option(help="Against a full cache: KL and top-1 of the last 64 tokens.")
+    ] = True,
+    state_dir: StateDir = None,
+    as_json: Json = False,
+) -> None:
+    """Run recorded conversations through the daemon as a worker would, and compare them with a full cache."""
+    with _errors():
+        if importlib.util.find_spec("transformers") is None:
+            raise ConfigError(
+                'replay needs transformers: pip install ".[transformers]" in a checkout of tierkv'
+            )
+        import tierkv
+        from tierkv.study.traces import choose, load_traces
+
+        chosen = choose(load_traces(file), trace or [], limit)
+        with tierkv.connect(state_dir) as client:
+            from tierkv.study.replay_report import run  # torch and transformers: seconds, so they come last
+
+            report = run(client, chosen, budget=budget, folder=model, recall=recall, compare=compare)
+        if as_json:
+            _print_json(report.as_dict())
+        else:
+            report.print()
+        if report.totals.errors:
+            raise typer.Exit(1)
 
 
 @config_app.command()

@@ -345,7 +345,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_runs(start: Start) -> N
     with pytest.raises(UnknownRegion):
         say(conversation, MORE, region="attic")
     with pytest.raises(ValueError, match="decode steps"):
-        conversation.follow(MORE, 500)
+        conversation.follow(MORE, 1500)
     assert conversation.session.length == length
     assert len(conversation.messages) == 2
 
@@ -377,6 +377,8 @@ def test_following_gives_the_logits_after_each_of_the_last_tokens(start: Start) 
     with torch.no_grad():
         want = plain(torch.tensor([conversation.tokens])).logits[0, -20:]
     torch.testing.assert_close(logits, want, atol=2e-4, rtol=2e-4)
+    again = conversation.follow([], 20)  # the same tokens, run again
+    torch.testing.assert_close(again, want, atol=2e-4, rtol=2e-4)
 
 
 def test_pages_that_a_new_owner_lost_are_prefilled_again(
