@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierkv.attention.contract import Attended, PagedAttention, Pages, PoolView
+from tierkv.attention.contract import Attended, Cold, ColdPages, ColdSeen, PagedAttention, Pages, PoolView
 from tierkv.errors import ConfigError
 
 NAMES = ("reference", "cpu")
@@ -25,4 +25,4 @@ def get(name: str = "cpu") -> PagedAttention:
     raise ConfigError(f"attention {name!r} is not one of {', '.join(NAMES)}")
 
 
-__all__ = ["NAMES", "Attended", "PagedAttention", "Pages", "PoolView", "get"]
+__all__ = ["NAMES", "Attended", "Cold", "ColdPages", "ColdSeen", "PagedAttention", "Pages", "PoolView", "get"]

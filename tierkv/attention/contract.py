@@ -4,6 +4,17 @@
 K/V is built. Each page is a split of an online softmax, so its mass falls out for free; on observation steps the
 mass of every token is added up too. `prefill` attends many query tokens of one row over earlier pages and, causally,
 over the new K/V of the chunk.
+
+**Cold pages.** A page whose replicas left HBM lies in the host pool and leaves a digest in HBM
+(`tierkv.prefetch.digests`), from which attention estimates at each layer that has digests what it misses. With
+`est[p, h]` the estimated log-mass of cold page `p` for query head `h`, its estimated share of attention is
+
+    exp(est[p, h] - logaddexp(log_sum_exp[h] of what lies in HBM, log sum over the row's cold pages of exp(est[., h])))
+
+normalized jointly, because against what lies in HBM alone every cold page would look hot. The `Cold.read` pages with
+the largest shares (summed over a KV head's query heads; the lowest index first where they are equal) are attended in
+place from the host pool, by that KV head alone. A page without a digest, or whose estimate is not finite, has share zero
+and is never chosen. Masses are shares of everything that was attended.
 """
 
 from __future__ import annotations
@@ -40,6 +51,46 @@ class PoolView(NamedTuple):
     geometry: Geometry
     codec: Codec
     codec_state: NDArray[np.float32]  # the codec's per-model state (empty until it exists)
+    digest_layers: int = 0  # the last so many layers have digests in this pool; 0: none
+
+
+class ColdPages(NamedTuple):
+    """Pages of the batch's rows that lie in host memory only; row `b` has `row_starts[b]:row_starts[b + 1]`."""
+
+    digests: NDArray[
+        np.int64
+    ]  # [pages] byte offset of the digest in the HBM pool, table.NOWHERE if there is none
+    offsets: NDArray[np.int64]  # [pages] byte offset of the replica in the host pool
+    kinds: NDArray[np.int8]  # [pages] table.Kind: EXACT or QUANTIZED
+    counts: NDArray[np.int32]  # [pages] tokens, 1..page_tokens
+    token_starts: NDArray[np.int64]  # [pages] as in `Pages`, of the same mass arrays
+    row_starts: NDArray[np.int64]  # [rows + 1]
+
+
+class Cold(NamedTuple):
+    """Cold pages and how many of them attention may read where they are."""
+
+    pages: ColdPages
+    host: PoolView  # the mapped host pool; geometry, codec and codec_state are those of HBM
+    read: int  # pages that a KV head reads in place at most (chosen anew at each layer that has digests); 0: none
+
+
+class ColdSeen(NamedTuple):
+    """Arrays to which a call adds what it saw of the cold pages; averages over query heads.
+
+    `true` and `attended` make the call an audit: it computes the logits of every cold page from host memory.
+    """
+
+    estimates: NDArray[np.float32]  # [cold pages] estimated share; only layers with digests add to it
+    true: NDArray[np.float32] | None = None  # [cold pages] share of attention over HBM and ALL cold pages
+    attended: NDArray[np.float32] | None = None  # [rows] of that, what was attended: in HBM or read in place
+
+
+CHOOSING_QUERIES = 4
+"""Queries at the end of a chunk whose mean estimate chooses the pages that the chunk reads in place.
+
+Picked on SmolLM2's recall probes, beside each query's own choice and the mean or the maximum over a whole chunk.
+"""
 
 
 class Attended(NamedTuple):
@@ -65,6 +116,7 @@ class PagedAttention(Protocol):
     def decode(
         self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
         page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
+        cold: Cold | None = None, seen: ColdSeen | None = None,
     ) -> Attended:  # fmt: skip
         """One query a row over its pages.
 
@@ -73,21 +125,30 @@ class PagedAttention(Protocol):
             layer: index into the pages' layers.
             scale: factor on the logits.
             page_mass: `[pages]`, gets the attention probability of each page added, averaged over query heads.
-            token_mass: `[total_tokens]`, the same for each token.
+            token_mass: `[total_tokens]`, the same for each token, those of cold pages read in place included (query
+                heads that did not read a page count as zero).
+            cold: the rows' cold pages; none are read at a layer without digests.
+            seen: gets what was seen of the cold pages added; ignored without `cold`.
 
-        A row without pages gets zeros and `log_sum_exp = -inf`.
+        A row that attends nothing gets zeros and `log_sum_exp = -inf`.
         """
         ...
 
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
         layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
+        cold: Cold | None = None, seen: ColdSeen | None = None,
     ) -> Attended:  # fmt: skip
         """A chunk of ONE row: query `t` attends all of `pages` and new tokens `0..t`.
+
+        Cold pages precede the chunk. Each KV head names those it would read by their mean share over the chunk's last
+        `CHOOSING_QUERIES` queries; every query of every head then attends what any of them named.
 
         Args:
             query: `[q_heads, chunk, head_dim]`; keys, values: `[kv_heads, chunk, head_dim]` (not yet in `pages`).
             token_mass: `[total_tokens + chunk]`, gets the mass of earlier and new tokens added, averaged over query
                 heads and over the chunk's last `window` queries.
+            cold: the row's cold pages; their `token_starts` lie below `total_tokens`.
+            seen: gets what the chunk's last query saw of them added.
         """
         ...

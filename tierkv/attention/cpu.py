@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierkv.attention.contract import Attended, Pages, PoolView
+from tierkv.attention.contract import Attended, Cold, ColdSeen, Pages, PoolView
 from tierkv.attention.decode_kernels import decode as decode_kernel
 from tierkv.attention.mass_kernels import add_page_mass, add_token_mass
 from tierkv.attention.online_softmax import Floats, Words
@@ -90,6 +90,7 @@ class CpuAttention:
     def decode(
         self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
         page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
+        cold: Cold | None = None, seen: ColdSeen | None = None,
     ) -> Attended:  # fmt: skip
         rows, q_heads, head_dim = query.shape
         geometry = pool.geometry
@@ -118,6 +119,7 @@ class CpuAttention:
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
         layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
+        cold: Cold | None = None, seen: ColdSeen | None = None,
     ) -> Attended:  # fmt: skip
         return attend(
             query,
