@@ -102,11 +102,11 @@ def reference_write(shape: DigestShape, exact: Bytes, count: int, out: Bytes) ->
         deviation = np.sqrt(square / count)
         mean_scale = np.float32(np.abs(mean).max(-1) / MEAN_CODES)
         deviation_scale = np.float32(deviation.max(-1) / DEVIATION_CODES)
-        finite = np.isfinite(mean).all(-1)
+        finite = np.isfinite(mean).all(axis=-1, keepdims=True)
     out[:] = 0
     size = shape.record_bytes * shape.layers * shape.geometry.num_kv_heads
-    records = out[:size].reshape(*finite.shape, shape.record_bytes)
-    scales = np.where(finite[..., None], np.stack([mean_scale, deviation_scale], -1), np.float32(np.nan))
+    records = out[:size].reshape(shape.layers, shape.geometry.num_kv_heads, shape.record_bytes)
+    scales = np.where(finite, np.stack([mean_scale, deviation_scale], -1), np.float32(np.nan))
     records[..., :SCALES_BYTES] = scales.view(np.uint8)
     dim = shape.geometry.head_dim
     mean_codes = _codes(mean, scales[..., :1], MEAN_CODES).astype(np.int8)

@@ -13,8 +13,8 @@ over the new K/V of the chunk.
 
 normalized jointly, because against what lies in HBM alone every cold page would look hot. The `Cold.read` pages with
 the largest shares (summed over a KV head's query heads; the lowest index first where they are equal) are attended in
-place from the host pool, by that KV head alone. A page without a digest, or whose estimate is not finite, has share zero
-and is never chosen. Masses are shares of everything that was attended.
+place from the host pool, by that KV head alone. A page without a digest, or whose estimate is not finite, has share
+zero and is never chosen. Masses are shares of everything that was attended.
 """
 
 from __future__ import annotations
