@@ -14,18 +14,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import StoppingCriteriaList
 
 from tierkv.chat_messages import Message, ToolCall, Turn, parse_tool_calls, read_message, read_messages
 from tierkv.chat_render import Renderer, Span
+from tierkv.chat_stream import Pieces, Stopped, stream_pieces
 from tierkv.errors import TierKVError
 from tierkv.geometry import DTypeName
 from tierkv.model import CACHE_NAMES, attach
@@ -350,14 +349,14 @@ class Conversation:
         options: dict[str, Any] = dict(ask.options)
         if options.get("stop_strings") is not None:
             options.setdefault("tokenizer", self.tokenizer)
-        criteria = [*options.get("stopping_criteria", ()), _Stopped(stop)]
+        criteria = [*options.get("stopping_criteria", ()), Stopped(stop)]
         options["stopping_criteria"] = StoppingCriteriaList(criteria)
         given = torch.tensor([ids], device=self.model.device)
         with self._running(spans, reused):
             self.session.label(ask.region, new_tokens)
             found = self.model.generate(
                 input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=new_tokens,
-                streamer=None if on_text is None else _Pieces(self._decode, on_text),
+                streamer=None if on_text is None else Pieces(self._decode, on_text),
                 **{self._cache_name: self._cache}, **options,
             )  # fmt: skip
             everything: list[int] = getattr(found, "sequences", found)[0].tolist()
@@ -373,29 +372,8 @@ class Conversation:
         return self.last
 
     def _stream(self, ask: _Ask) -> Iterator[str]:
-        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        stop = threading.Event()
-        failure: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                self._reply(ask, pieces.put, stop)
-            except BaseException as error:
-                failure.append(error)
-            finally:
-                pieces.put(None)
-
         with self._turn():
-            thread = threading.Thread(target=run, name="tierkv-conversation", daemon=True)
-            thread.start()
-            try:
-                while (piece := pieces.get()) is not None:
-                    yield piece
-            finally:
-                stop.set()
-                thread.join()
-        if failure:
-            raise failure[0]
+            yield from stream_pieces(lambda told, stop: self._reply(ask, told, stop))
 
     def _decode(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -466,40 +444,6 @@ class _Ask(NamedTuple):
     max_new_tokens: int
     region: Region
     options: dict[str, Any]
-
-
-class _Stopped(StoppingCriteria):  # type: ignore[misc]
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **more: object) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._event.is_set(), device=input_ids.device)
-
-
-class _Pieces(BaseStreamer):  # type: ignore[misc]
-    """Hands text on as soon as it is whole characters; all pieces together are the text."""
-
-    def __init__(self, decode: Callable[[list[int]], str], told: Callable[[str], None]) -> None:
-        self._decode, self._told = decode, told
-        self._ids: list[int] | None = None
-        self._said = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._ids is None:  # the first call brings the prompt
-            self._ids = []
-            return
-        self._ids += value.reshape(-1).tolist()
-        text = self._decode(self._ids)
-        if not text.endswith("\ufffd"):  # else: part of a character
-            self._say(text)
-
-    def end(self) -> None:
-        self._say(self._decode(self._ids or []))
-
-    def _say(self, text: str) -> None:
-        if len(text) > self._said:
-            piece, self._said = text[self._said :], len(text)
-            self._told(piece)
 
 
 def _new_turns(messages: object) -> list[Turn]:
