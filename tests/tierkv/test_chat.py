@@ -18,7 +18,7 @@ from tests.faults.harness import Owner, until
 from tests.tierkv.chat_tokenizer import CHATML, LOOKAHEAD, SIZE, tokenizer
 from tests.tierkv.tiny_models import build, count_forward_tokens, expected
 from tierkv.chat import Conversation
-from tierkv.errors import OutOfCapacity, PagesLost, UnknownRegion
+from tierkv.errors import OutOfCapacity, OwnerUnavailable, PagesLost, UnknownRegion
 
 SYSTEM = {"role": "system", "content": "You book flights for people who are in a hurry."}
 ASK = {"role": "user", "content": "A flight to Oslo, please."}
@@ -393,6 +393,39 @@ def test_pages_that_a_new_owner_lost_are_prefilled_again(
     found = say(conversation, None)
     assert counts[0] == len(template_ids(conversation, [SYSTEM, ASK])) - 16
     assert found == say(fresh, [SYSTEM, ASK])
+
+
+def test_a_sliding_window_that_went_on_starts_over_where_a_history_is_edited(client: tierkv.Client) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    shape = {"vocab_size": SIZE, "max_position_embeddings": 2048, "sliding_window": 8, "layer_types": kinds}
+    tiny, codec = build("qwen2", use_sliding_window=True, **shape), tokenizer()
+    other = {"role": "user", "content": "A flight to Rome, please."}
+    with Conversation(tiny, codec, client) as edited, Conversation(tiny, codec, client) as fresh:
+        say(edited, [SYSTEM, ASK])
+        say(edited, MORE)
+        prompt = edited.tokens[: -len(edited.spans[-1].tokens)]
+        assert edited.spans[-1].tokens == answer_of(edited, prompt)  # a second turn just goes on
+        assert say(edited, [SYSTEM, other]) == say(fresh, [SYSTEM, other])
+        assert edited.tokens == fresh.tokens
+
+
+def test_a_crop_that_fails_changes_nothing_and_is_tried_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation, fresh = start(), start()
+    say(conversation, [SYSTEM, ASK])
+    tokens, other = conversation.tokens, {"role": "user", "content": "A flight to Rome, please."}
+
+    def crop(length: int) -> None:
+        raise OwnerUnavailable("nobody is there")
+
+    monkeypatch.setattr(conversation.session, "crop", crop)
+    with pytest.raises(OwnerUnavailable):
+        say(conversation, [SYSTEM, other])
+    assert conversation.tokens == tokens
+    monkeypatch.undo()
+    assert say(conversation, [SYSTEM, other]) == say(fresh, [SYSTEM, other])
+    assert conversation.tokens == fresh.tokens
 
 
 def test_closing_gives_every_page_back(start: Start, client: tierkv.Client) -> None:
