@@ -9,12 +9,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierkv.attention.contract import Attended, Cold, ColdSeen, Pages, PoolView
+from tierkv.attention.cold import (
+    Arrays,
+    ColdScratch,
+    audit,
+    gather,
+    kernel_view,
+    look,
+    read,
+    wants_audit,
+    words_of,
+)
+from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdSeen, Pages, PoolView
 from tierkv.attention.decode_kernels import decode as decode_kernel
 from tierkv.attention.mass_kernels import add_page_mass, add_token_mass
-from tierkv.attention.online_softmax import Floats, Words
+from tierkv.attention.online_softmax import Floats
 from tierkv.attention.page_kernels import read_block, store_narrowed, store_words
-from tierkv.attention.prefill import BLOCK_TOKENS, Block, attend
+from tierkv.attention.prefill import BLOCK_TOKENS, Block, Blocks, attend
 from tierkv.numba_setup import ensure_threading_layer, thread_count
 
 NO_MASS = np.zeros(0, np.float32)
@@ -22,7 +33,6 @@ NO_PAGES = np.zeros((0, 0), np.float32)
 NO_LOGITS = np.zeros((0, 0, 0), np.float32)
 
 TORCH_DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-WORD = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 
 
 class Scratch:
@@ -73,7 +83,7 @@ class CpuAttention:
         keys: torch.Tensor, values: torch.Tensor,
     ) -> None:  # fmt: skip
         geometry = pool.geometry
-        words = _words(pool)
+        words = words_of(pool)
         if keys.dtype == values.dtype == TORCH_DTYPE[geometry.dtype]:
             bits = torch.int32 if geometry.item_bytes == 4 else torch.int16
             k, v = (x.detach().contiguous().view(bits).numpy().view(words.dtype) for x in (keys, values))
@@ -102,11 +112,15 @@ class CpuAttention:
         out = np.empty((rows, q_heads, head_dim), np.float32)
         log_sum_exp = np.empty((rows, q_heads), np.float32)
         decode_kernel(
-            _floats(query), _words(pool), np.asarray(pool.data), geometry.dtype == "bfloat16",
+            _floats(query), words_of(pool), np.asarray(pool.data), geometry.dtype == "bfloat16",
             pool.codec.code, pool.codec_state, layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
             pages.offsets, pages.kinds, pages.counts, pages.row_starts,
             *scratch.arrays, page_tops, page_totals, logits, out, log_sum_exp,
         )  # fmt: skip
+        if cold is not None:
+            self._attend_cold(
+                _floats(query), pool, layer, scale, scratch.arrays, token_mass, cold, seen, out, log_sum_exp
+            )
         if token_mass is not None:
             add_token_mass(
                 logits, pages.counts, pages.token_starts, pages.row_starts, log_sum_exp, thread_count(),
@@ -121,16 +135,44 @@ class CpuAttention:
         layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
         cold: Cold | None = None, seen: ColdSeen | None = None,
     ) -> Attended:  # fmt: skip
-        return attend(
-            query,
-            keys,
-            values,
-            scale,
-            lambda: self._blocks(pool, pages, layer),
-            pages.total_tokens,
-            token_mass,
-            window,
-        )
+        def earlier() -> Iterator[Block]:
+            return self._blocks(pool, pages, layer)
+
+        if cold is None:
+            return attend(query, keys, values, scale, earlier, pages.total_tokens, token_mass, window)
+        q_heads, chunk, head_dim = query.shape
+        heads = pool.geometry.num_kv_heads
+        hbm_log = np.empty((1, q_heads), np.float32)
+
+        def named(grouped: torch.Tensor, log_sum_exp: torch.Tensor) -> Blocks:
+            """The cold pages that any KV head names, asked with the chunk's last queries."""
+            hbm_log[0] = _floats(log_sum_exp[:, :, -1]).reshape(-1)
+            asking = min(CHOOSING_QUERIES, chunk)
+            asked = _floats(grouped[:, :, -asking:]).reshape(1, q_heads * asking, head_dim)
+            logs = _floats(log_sum_exp[:, :, -asking:]).reshape(1, q_heads * asking)
+            choice = look(self._cold_scratch(), asked, pool, cold, layer, scale, logs, asking, seen)
+            union = gather(cold.pages, np.unique(choice.pages))
+            return lambda: self._blocks(kernel_view(cold.host), union, layer)
+
+        got = attend(query, keys, values, scale, earlier, pages.total_tokens, token_mass, window, named)
+        if wants_audit(seen):
+            arrays = self._scratch(1, q_heads, heads, head_dim, pool.geometry.page_tokens).arrays
+            audit(
+                self._cold_scratch(), arrays, _floats(query[:, -1]).reshape(1, q_heads, head_dim), cold, layer, scale,
+                hbm_log, _floats(got.log_sum_exp[:, -1]).reshape(1, q_heads), seen,
+            )  # fmt: skip
+        return got
+
+    def _attend_cold(
+        self, query: Floats, pool: PoolView, layer: int, scale: float, arrays: Arrays,
+        token_mass: NDArray[np.float32] | None, cold: Cold, seen: ColdSeen | None, out: Floats, log_sum_exp: Floats,
+    ) -> None:  # fmt: skip
+        """Estimate and read the rows' cold pages; `out` and `log_sum_exp` hold what lies in HBM, and get the rest."""
+        scratch = self._cold_scratch()
+        hbm_log = log_sum_exp.copy()
+        choice = look(scratch, query, pool, cold, layer, scale, hbm_log, 1, seen)
+        read(scratch, arrays, query, cold, choice, layer, scale, token_mass, out, log_sum_exp)
+        audit(scratch, arrays, query, cold, layer, scale, hbm_log, log_sum_exp, seen)
 
     def _blocks(self, pool: PoolView, pages: Pages, layer: int) -> Iterator[Block]:
         """The pages' keys and values, a bounded number of tokens at a time."""
@@ -144,12 +186,19 @@ class CpuAttention:
             keys = np.empty((geometry.num_kv_heads, total, geometry.head_dim), np.float32)
             values = np.empty_like(keys)
             read_block(
-                _words(pool), np.asarray(pool.data), geometry.dtype == "bfloat16", pool.codec.code, pool.codec_state,
+                words_of(pool), np.asarray(pool.data), geometry.dtype == "bfloat16", pool.codec.code, pool.codec_state,
                 layer, geometry.num_layers, geometry.num_kv_heads, geometry.page_tokens,
                 pages.offsets[part], pages.kinds[part], counts, places, thread_count(), keys, values,
             )  # fmt: skip
             tokens = np.repeat(pages.token_starts[part] - places, counts) + np.arange(total, dtype=np.int64)
             yield Block(torch.from_numpy(keys), torch.from_numpy(values), tokens)
+
+    def _cold_scratch(self) -> ColdScratch:
+        """This thread's working memory for cold pages."""
+        scratch: ColdScratch | None = getattr(self._local, "cold", None)
+        if scratch is None:
+            scratch = self._local.cold = ColdScratch()
+        return scratch
 
     def _scratch(self, *shape: int) -> Scratch:
         """This thread's working memory; a new shape replaces it."""
@@ -163,9 +212,3 @@ def _floats(tensor: torch.Tensor) -> Floats:
     """Contiguous float32 of any float tensor; no copy if it is that already."""
     floats: Floats = tensor.detach().to(torch.float32).contiguous().numpy()
     return floats
-
-
-def _words(pool: PoolView) -> Words:
-    """The pool as page words: uint32 for float32 pages, uint16 for the half types."""
-    words: Words = np.asarray(pool.data).view(WORD[pool.geometry.dtype])
-    return words

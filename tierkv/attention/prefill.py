@@ -8,6 +8,7 @@ its batch, so that grouped queries read the same keys through a stride of zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,10 @@ class Block(NamedTuple):
     tokens: NDArray[np.int64]  # [tokens] where each lies in the mass array
 
 
+Blocks = Callable[[], Iterable[Block]]
+"""Blocks that can be walked through more than once."""
+
+
 def flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,12 +51,15 @@ def flash(
 
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float,
-    earlier: Callable[[], Iterable[Block]], new_tokens: int,
-    token_mass: NDArray[np.float32] | None, window: int,
+    earlier: Blocks, new_tokens: int, token_mass: NDArray[np.float32] | None, window: int,
+    more: Callable[[torch.Tensor, torch.Tensor], Blocks] | None = None,
 ) -> Attended:  # fmt: skip
     """`PagedAttention.prefill`; `earlier()` yields the pages' blocks (twice, if masses are wanted).
 
-    `new_tokens` is where the chunk's own tokens start in `token_mass`.
+    Args:
+        new_tokens: where the chunk's own tokens start in `token_mass`.
+        more: given the queries `[kv_heads, group, chunk, head_dim]` and the log-sum-exp of each so far, names further
+            blocks to attend.
     """
     kv_heads, chunk, dim = keys.shape
     grouped = query.detach().float().reshape(kv_heads, -1, chunk, dim)
@@ -60,23 +68,35 @@ def attend(
         values.detach().float(),
         np.arange(new_tokens, new_tokens + chunk, dtype=np.int64),
     )
-    out, log_sum_exp = flash(grouped, new.keys, new.values, scale, causal=True)
-    for block in earlier():
-        part, part_log = flash(grouped, block.keys, block.values, scale, causal=False)
-        merged = torch.logaddexp(log_sum_exp, part_log)
-        out = out * (log_sum_exp - merged).exp_().unsqueeze(-1) + part * (part_log - merged).exp_().unsqueeze(
-            -1
-        )
-        log_sum_exp = merged
+    so_far = flash(grouped, new.keys, new.values, scale, causal=True)
+    so_far = _merge(grouped, scale, earlier(), *so_far)
+    further = _no_blocks if more is None else more(grouped, so_far[1])
+    out, log_sum_exp = _merge(grouped, scale, further(), *so_far)
     if token_mass is not None and window > 0:
         last = min(window, chunk)
-        for block in earlier():
+        for block in chain(earlier(), further()):
             _add_mass(grouped[:, :, -last:], log_sum_exp[:, :, -last:], block, scale, chunk, token_mass)
         for block in _pieces(new):
             _add_mass(
                 grouped[:, :, -last:], log_sum_exp[:, :, -last:], block, scale, chunk, token_mass, new_tokens
             )
     return Attended(out.reshape(query.shape), log_sum_exp.reshape(query.shape[:-1]))
+
+
+def _no_blocks() -> Iterable[Block]:
+    return ()
+
+
+def _merge(
+    grouped: torch.Tensor, scale: float, blocks: Iterable[Block], out: torch.Tensor, log_sum_exp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over what was attended so far and over further blocks, all of whose tokens every query sees."""
+    for block in blocks:
+        part, part_log = flash(grouped, block.keys, block.values, scale, causal=False)
+        merged = torch.logaddexp(log_sum_exp, part_log)
+        mine, theirs = ((log - merged).exp_().unsqueeze(-1) for log in (log_sum_exp, part_log))
+        out, log_sum_exp = out * mine + part * theirs, merged
+    return out, log_sum_exp
 
 
 def _pieces(block: Block) -> Iterator[Block]:
@@ -102,4 +122,4 @@ def _add_mass(
     np.add.at(token_mass, block.tokens, mass.mean(dim=(0, 1, 2)).numpy())
 
 
-__all__ = ["BLOCK_TOKENS", "Block", "attend", "flash"]
+__all__ = ["BLOCK_TOKENS", "Block", "Blocks", "attend", "flash"]

@@ -26,7 +26,7 @@ class ReferenceAttention:
         keys: torch.Tensor, values: torch.Tensor,
     ) -> None:  # fmt: skip
         for token, (offset, slot) in enumerate(zip(offsets.tolist(), slots.tolist(), strict=True)):
-            page = _exact_page(pool, offset)
+            page = _as_page(pool, np.asarray(pool.data)[offset : offset + pool.geometry.page_bytes])
             page[layer, 0, :, slot] = keys[token].to(page.dtype)
             page[layer, 1, :, slot] = values[token].to(page.dtype)
 
@@ -150,10 +150,9 @@ def _add_cold_mass(
             token_mass[cold.pages.token_starts[page] :][: len(part)] += part
 
 
-def _exact_page(pool: PoolView, offset: int) -> torch.Tensor:
-    """An exact page as a tensor of `geometry.shape` over the pool's own bytes."""
-    page = torch.from_numpy(np.asarray(pool.data)[offset : offset + pool.geometry.page_bytes])
-    return page.view(TORCH_DTYPE[pool.geometry.dtype]).view(pool.geometry.shape)
+def _as_page(pool: PoolView, exact: NDArray[np.uint8]) -> torch.Tensor:
+    """An exact page's bytes as a tensor of `geometry.shape` over the same memory."""
+    return torch.from_numpy(exact).view(TORCH_DTYPE[pool.geometry.dtype]).view(pool.geometry.shape)
 
 
 def _dense(
@@ -165,7 +164,8 @@ def _dense(
     for page in which:
         offset, count = int(pages.offsets[page]), int(pages.counts[page])
         if pages.kinds[page] == Kind.EXACT:
-            decoded = _exact_page(pool, offset)
+            exact = np.asarray(pool.data)[offset : offset + geometry.page_bytes]
+            decoded = _as_page(pool, exact.copy())  # a host pool is mapped read-only, which torch warns of
         else:
             packed = np.asarray(pool.data)[offset : offset + pool.codec.page_bytes(geometry)]
             decoded = torch.from_numpy(pool.codec.reference_decode(geometry, packed, count, pool.codec_state))

@@ -1,0 +1,164 @@
+"""Cold pages on CPU cores: what digests say of them, which are read in place, and the audit of both."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.attention.cold_kernels import add_read_mass, audit_pages, read_in_place
+from tierkv.attention.contract import Cold, ColdPages, ColdSeen, Pages, PoolView
+from tierkv.attention.estimate_kernels import estimate
+from tierkv.attention.online_softmax import Floats, Words
+from tierkv.numba_setup import thread_count
+from tierkv.prefetch.digests import digest_shape
+
+NOTHING = np.zeros(0, np.float32)
+NO_PAGES = np.zeros((0, 0), np.float32)
+WORD = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+
+Arrays = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, NDArray[np.bool_]]
+"""The working memory of `decode` (`cpu.Scratch.arrays`)."""
+
+
+class Choice(NamedTuple):
+    """Cold pages to read: pair `row * kv_heads + head` takes `pages[starts[pair]:starts[pair + 1]]`."""
+
+    pages: NDArray[np.int64]  # [units]
+    starts: NDArray[np.int64]  # [rows * kv_heads + 1]
+
+
+class ColdScratch:
+    """Working memory of one thread; each array grows by halves to what the largest call needed."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[np.float32]] = {}
+
+    def floats(self, name: str, *shape: int) -> Floats:
+        """An array of that shape, of any content; valid until the next call of that name."""
+        size = int(np.prod(shape))
+        held = self._arrays.get(name)
+        if held is None or held.size < size:
+            held = self._arrays[name] = np.empty(size + size // 2, np.float32)
+        return held[:size].reshape(shape)
+
+
+def words_of(pool: PoolView) -> Words:
+    """The pool as page words: uint32 for float32 pages, uint16 for the half types."""
+    words: Words = np.asarray(pool.data).view(WORD[pool.geometry.dtype])
+    return words
+
+
+def kernel_view(pool: PoolView) -> PoolView:
+    """The pool as kernels are compiled for it: over the same bytes, and not marked read-only.
+
+    A worker maps the host pool read-only, and for such arrays everything would be compiled once more. The kernels that
+    get this do not write to it, and the mapping itself stays protected.
+    """
+    data = np.asarray(pool.data)
+    if data.flags.writeable:
+        return pool
+    return pool._replace(data=np.asarray(_Unmarked(data)))
+
+
+class _Unmarked:
+    """A uint8 array's memory, without its read-only mark."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        interface = data.__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
+        self._keep = data
+
+
+def gather(pages: ColdPages, which: NDArray[np.int64]) -> Pages:
+    """Some cold pages as the pages of one row."""
+    counts = pages.counts[which]
+    return Pages(
+        pages.offsets[which], pages.kinds[which], counts, pages.token_starts[which],
+        np.array([0, len(which)], np.int64), int(counts.sum()),
+    )  # fmt: skip
+
+
+def look(
+    scratch: ColdScratch, query: Floats, pool: PoolView, cold: Cold, layer: int, scale: float, log_sum_exp: Floats,
+    queries: int, seen: ColdSeen | None,
+) -> Choice:  # fmt: skip
+    """Estimate all cold pages, add to `seen.estimates`, and choose: nothing, at a layer without digests.
+
+    Args:
+        query: `[rows, q_heads * queries, head_dim]`, a head's queries next to each other.
+        log_sum_exp: `[rows, q_heads * queries]` of what lies in HBM.
+    """
+    geometry, count = pool.geometry, len(cold.pages.offsets)
+    rows, columns, dim = query.shape
+    pairs = rows * geometry.num_kv_heads
+    first_layer = geometry.num_layers - pool.digest_layers
+    starts = np.zeros(pairs + 1, np.int64)
+    chosen = np.empty(pairs * cold.read, np.int64)
+    if layer < first_layer or not count or (cold.read == 0 and seen is None):
+        return Choice(chosen[:0], starts)
+    record_bytes = digest_shape(geometry, pool.digest_layers).record_bytes
+    estimate(
+        query, np.asarray(pool.data), cold.pages.digests, cold.pages.counts, cold.pages.row_starts,
+        (layer - first_layer) * geometry.num_kv_heads * record_bytes, geometry.num_kv_heads, np.float32(scale),
+        log_sum_exp, queries, cold.read,
+        scratch.floats("decoded", thread_count(), 2, dim), scratch.floats("sums", 2, columns),
+        scratch.floats("estimates", count, columns), scratch.floats("shares", count, columns),
+        scratch.floats("wanted", count, geometry.num_kv_heads),
+        NOTHING if seen is None else seen.estimates, chosen, starts,
+    )  # fmt: skip
+    return Choice(chosen[: starts[-1]], starts)
+
+
+def read(
+    scratch: ColdScratch, arrays: Arrays, query: Floats, cold: Cold, choice: Choice,
+    layer: int, scale: float, token_mass: NDArray[np.float32] | None, out: Floats, log_sum_exp: Floats,
+) -> None:  # fmt: skip
+    """Attend the chosen pages in place and merge them into `out` and `log_sum_exp`; `arrays` as `decode` has them."""
+    if not len(choice.pages):
+        return
+    host, geometry = kernel_view(cold.host), cold.host.geometry
+    units = gather(cold.pages, choice.pages)
+    _, q_heads, dim = query.shape
+    group = q_heads // geometry.num_kv_heads
+    logits = (
+        scratch.floats("logits", 0, 0, 0)
+        if token_mass is None
+        else scratch.floats("logits", len(choice.pages), q_heads, geometry.page_tokens)
+    )
+    read_in_place(
+        query, words_of(host), np.asarray(host.data), geometry.dtype == "bfloat16", host.codec.code, host.codec_state,
+        layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
+        units.offsets, units.kinds, units.counts, choice.starts, *arrays, NO_PAGES, logits,
+        scratch.floats("part", group, dim), scratch.floats("part_log", group), out, log_sum_exp,
+    )  # fmt: skip
+    if token_mass is not None:
+        add_read_mass(
+            logits, choice.pages, units.counts, choice.starts, cold.pages.token_starts, geometry.num_kv_heads,
+            log_sum_exp, token_mass,
+        )  # fmt: skip
+
+
+def audit(
+    scratch: ColdScratch, arrays: Arrays, query: Floats, cold: Cold, layer: int, scale: float,
+    hbm_log: Floats, attended_log: Floats, seen: ColdSeen | None,
+) -> None:  # fmt: skip
+    """Add the true shares, if `seen` asks for them; `hbm_log`, `attended_log` `[rows, q_heads]`."""
+    if not wants_audit(seen):
+        return
+    assert seen is not None
+    host, geometry = kernel_view(cold.host), cold.host.geometry
+    blocks, weights, low_query, low_bias, *_ = arrays
+    audit_pages(
+        query, words_of(host), np.asarray(host.data), geometry.dtype == "bfloat16", host.codec.code, host.codec_state,
+        layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
+        cold.pages.offsets, cold.pages.kinds, cold.pages.counts, cold.pages.row_starts,
+        blocks, weights, low_query, low_bias,
+        scratch.floats("page_logs", len(cold.pages.offsets), query.shape[1]), hbm_log, attended_log,
+        NOTHING if seen.true is None else seen.true, NOTHING if seen.attended is None else seen.attended,
+    )  # fmt: skip
+
+
+def wants_audit(seen: ColdSeen | None) -> bool:
+    return seen is not None and (seen.true is not None or seen.attended is not None)
