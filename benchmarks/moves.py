@@ -17,7 +17,8 @@ import numpy as np
 from tierkv import quant
 from tierkv.benchmarks import pairs, processes
 from tierkv.daemon.events import Copy, MoveDone, MoveFailed, Quantize
-from tierkv.daemon.mover import Move, Mover, checksum
+from tierkv.daemon.mover import Move, Mover
+from tierkv.pool import checksum
 from tierkv.daemon.pools import Bytes, HbmPool, HostPool
 from tierkv.geometry import Geometry
 

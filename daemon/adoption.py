@@ -135,9 +135,24 @@ class Adoption:
             else:
                 pages.host[slot], pages.host_kind[slot] = entry.host_offset, entry.host_kind
                 pages.checksum[slot] = entry.host_checksum
+        self._claim_digest(model, slot, entry)
         if state.sharing.get(slot):
             state.touch(slot)
         return whole
+
+    def _claim_digest(self, model: Model, slot: int, entry: PageEntry) -> None:
+        """Keep the digest of a page that is cold for everybody; one that cannot be had is made again later."""
+        state, pages = self._state, self._state.pages
+        if entry.kind == Kind.NONE and entry.digest not in (NOWHERE, int(pages.digest[slot])):
+            if not state.config.digest_share or not state.hbm.claim(model.digest, entry.digest):
+                state.touch(slot)
+            elif pages.digest[slot] == NOWHERE:
+                pages.digest[slot] = entry.digest
+            else:
+                state.retire("hbm", model.digest, entry.digest, slot)
+        if pages.kind[slot] != Kind.NONE and pages.digest[slot] != NOWHERE:
+            state.retire("hbm", model.digest, int(pages.digest[slot]), slot)
+            pages.digest[slot] = NOWHERE
 
 
 def _check(table: TableState, geometry: Geometry) -> None:

@@ -10,6 +10,7 @@ whole. Several geometries share a pool; their frames are of different sizes.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from typing import NamedTuple
 
 ALIGNMENT = 64
@@ -119,6 +120,7 @@ class PoolAllocator:
         self._blocks: dict[int, int] = {}  # offset -> bytes of plain blocks and exact frames
         self._frames: dict[tuple[SizeClass, int], set[int]] = {}  # subdivided frame -> its free item offsets
         self._partial: dict[SizeClass, dict[int, None]] = {}  # frames with a free item, oldest first
+        self._counts = Counter[SizeClass]()  # subdivided frames
         self._withheld: set[tuple[SizeClass, int]] = set()  # subdivided frames that are being emptied
 
     @property
@@ -137,6 +139,10 @@ class PoolAllocator:
     def free_items(self, size_class: SizeClass) -> int:
         """Free items in frames that are already subdivided for this class."""
         return sum(len(self._frames[size_class, frame]) for frame in self._partial.get(size_class, ()))
+
+    def frames_of(self, size_class: SizeClass) -> int:
+        """Frames that are subdivided for this class."""
+        return self._counts.get(size_class, 0)
 
     def allocate(self, size_class: SizeClass) -> int | None:
         """Offset of a new item, None when there is no room."""
@@ -168,6 +174,7 @@ class PoolAllocator:
         free.add(offset)
         if len(free) == size_class.items:
             del self._frames[size_class, frame]
+            self._counts[size_class] -= 1
             self._partial[size_class].pop(frame, None)
             self._withheld.discard((size_class, frame))
             self._extents.give(frame, size_class.frame)
@@ -250,6 +257,7 @@ class PoolAllocator:
             assert len(free) < size_class.items
 
     def _subdivide(self, size_class: SizeClass, frame: int) -> None:
+        self._counts[size_class] += 1
         self._frames[size_class, frame] = {frame + i * size_class.item for i in range(size_class.items)}
         self._partial.setdefault(size_class, {})[frame] = None
         self._note_peak()

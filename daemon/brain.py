@@ -22,10 +22,11 @@ from tierkv.daemon.allocator import PoolAllocator, aligned
 from tierkv.daemon.events import Answer, Event, Instruction
 from tierkv.daemon.integrity import check_integrity
 from tierkv.daemon.moves import Act, Moves
-from tierkv.daemon.pages import Guard, Ladder
+from tierkv.daemon.pages import Goal, Guard, Ladder
 from tierkv.daemon.pins import PIN_LEVELS, Pins
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.promotion import Promotion
+from tierkv.daemon.recall import Recall
 from tierkv.daemon.scoring import Scores
 from tierkv.daemon.sessions import Client, Session
 from tierkv.daemon.snapshot import Snapshot, session_stats, take_snapshot
@@ -64,7 +65,8 @@ class Brain:
         self.pins = Pins(self.state)
         self.scores = Scores(self.state)
         self.pressure = Pressure(self.state, self.moves, self.scores)
-        self.promotion = Promotion(self.state, self.moves, self.pressure, self.scores)
+        self.recall = Recall(self.state, self.moves, self.pressure, self.scores)
+        self.promotion = Promotion(self.state, self.moves, self.pressure, self.scores, self.recall)
         self.adoption = Adoption(self.state)
         self.log: deque[tuple[float, Event]] = deque(maxlen=config.log_events)
         self._validate = validate
@@ -78,6 +80,7 @@ class Brain:
             events.Reserved: self._reserved,
             events.Committed: self._committed,
             events.Observed: self._observed,
+            events.Recalled: self._recalled,
             events.Pinned: self._pinned,
             events.Acked: self._acked,
             events.LeaseExpired: self._lease_expired,
@@ -102,6 +105,7 @@ class Brain:
             self._answer(request, Failure(error.code, str(error), retry_after))
         if not self.adoption.pending:
             self.pressure.relieve()
+            self.recall.advance()
         state.flush()
         out, state.out = state.out, []
         if self._validate:
@@ -420,7 +424,14 @@ class Brain:
             session.observed = seen
             session.tokens.observe(event.mass, session.step)
             session.stale = True
+            self.recall.observed(session, event.mass)
+            if event.audit is not None:
+                self.state.counters.audited(event.audit)
         self._answer(event.request, Done())
+
+    def _recalled(self, event: events.Recalled) -> None:
+        self._admit()
+        self.recall.ask(event)
 
     def _pinned(self, event: events.Pinned) -> None:
         session = self.state.session(event.session, event.client)
@@ -478,6 +489,7 @@ class Brain:
         state.quiet.clear()
         if not self.adoption.pending:
             self._back_up_late()
+            self._summarize_late()
             self.promotion.tick()
 
     def _back_up_late(self) -> None:
@@ -491,6 +503,17 @@ class Brain:
         bare &= (pages.ladder == Ladder.TIERED) & (pages.moving == 0) & (pages.retry_at <= self.state.now)
         for slot in np.flatnonzero(bare).tolist():
             if self.moves.full() or not self.moves.backup(slot):
+                break
+
+    def _summarize_late(self) -> None:
+        """Cold pages that found no room for a digest get it now."""
+        state, pages = self.state, self.state.pages
+        if not self.config.digest_share:
+            return
+        bare = pages.live & ~pages.doomed & (pages.kind == Kind.NONE) & (pages.host != NOWHERE)
+        bare &= (pages.digest == NOWHERE) & (pages.moving == 0) & (pages.goal == Goal.NONE)
+        for slot in np.flatnonzero(bare & (pages.retry_at <= state.now)).tolist():
+            if self.moves.full() or not self.moves.digest(slot):
                 break
 
 

@@ -123,6 +123,10 @@ class DaemonConfig(BaseSettings):
     """Regions whose pages stay `exact` or `attendable`, unless a session says otherwise."""
     pin_quota: Fraction = 0.5
     """Fraction of HBM that pinned pages may hold."""
+    digest_share: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    """Fraction of HBM that digests of cold pages may take; 0 makes none, and cold pages are not recalled."""
+    digest_layers: Annotated[int, Field(ge=0)] = 0
+    """How many of a model's last layers a digest describes; 0 is all of them."""
     observe_every: Annotated[int, Field(ge=1)] = 4
     """Decode steps between observations."""
     page_tokens: Annotated[int, Field(ge=1, le=1024)] = PAGE_TOKENS

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.geometry import Geometry
-from tierkv.protocol import Plan, Result, SessionOptions, SessionState
+from tierkv.protocol import Audit, Plan, Result, SessionOptions, SessionState
 from tierkv.regions import Run
 
 RequestToken = int
@@ -81,7 +81,21 @@ class Observed(NamedTuple):
     client: str
     session: int
     step: int
-    mass: NDArray[np.float32]  # [tokens], NaN where not attended
+    mass: NDArray[
+        np.float32
+    ]  # [tokens], NaN where not known; of a cold page: its estimate, spread over its tokens
+    audit: Audit | None = None
+
+
+class Recalled(NamedTuple):
+    """Bring pages (ids, most wanted first) back; `masses` are their estimated shares of attention."""
+
+    request: RequestToken
+    client: str
+    session: int
+    pages: tuple[int, ...]
+    masses: tuple[float, ...]
+    seconds: float
 
 
 class Pinned(NamedTuple):
@@ -140,8 +154,8 @@ class Tick(NamedTuple):
 
 
 Event = (
-    Attached | AdoptionEnded | Opened | Forked | Cropped | Closed | Reserved | Committed | Observed | Pinned | Acked
-    | LeaseExpired | LeaseRenewed | WorkerDied | Draining | MoveDone | MoveFailed | Tick
+    Attached | AdoptionEnded | Opened | Forked | Cropped | Closed | Reserved | Committed | Observed | Recalled | Pinned
+    | Acked | LeaseExpired | LeaseRenewed | WorkerDied | Draining | MoveDone | MoveFailed | Tick
 )  # fmt: skip
 
 # Instructions ----------------------------------------------------------------------------------------------------
@@ -179,6 +193,21 @@ class Copy(NamedTuple):
     key: int
 
 
+class Summarize(NamedTuple):
+    """Write the digest (`prefetch.digests`) of a host replica at `dst` in HBM; verified like a `Copy`'s source."""
+
+    move: int
+    geometry: Geometry
+    layers: int
+    count: int  # type: ignore[assignment]
+    src: int
+    src_kind: int  # table.Kind
+    src_checksum: int
+    codec_state: int  # byte offset in HBM, for a low-bit source
+    dst: int
+    key: int
+
+
 class FitCodec(NamedTuple):
     """Fit the codec's per-model state from exact HBM pages and write it at `dst` in HBM."""
 
@@ -208,4 +237,4 @@ class Adopted(NamedTuple):
     lost: tuple[tuple[int, int, int], ...]
 
 
-Instruction = Quantize | Copy | FitCodec | SendPlan | Answer | Adopted
+Instruction = Quantize | Copy | Summarize | FitCodec | SendPlan | Answer | Adopted

@@ -20,7 +20,7 @@ from tierkv.daemon.policy import Thresholds
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.pools import HOST_FILE
 from tierkv.daemon.server import BrainLike
-from tierkv.daemon.service import Service, ServiceConfig
+from tierkv.daemon.service import ALL_LAYERS, Service, ServiceConfig
 from tierkv.daemon.snapshot import Snapshot
 from tierkv.daemon.state import BrainConfig
 
@@ -55,6 +55,8 @@ def brain_config(config: DaemonConfig, hbm_bytes: int, host_bytes: int, epoch: i
         recent_tokens=config.recent_tokens,
         pins=tuple(config.pins.items()),
         pin_quota=config.pin_quota,
+        digest_share=config.digest_share,
+        digest_layers=config.digest_layers,
         min_residency_steps=config.min_residency_steps,
         max_moves_in_flight=config.max_moves_in_flight,
         move_bandwidth=config.move_bandwidth,
@@ -188,6 +190,7 @@ class Incarnation:
             observe_every=config.observe_every,
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
+            digest_layers=(config.digest_layers or ALL_LAYERS) if config.digest_share else 0,
         )
 
     def _brain(self, sizes: ServiceConfig) -> BrainLike:

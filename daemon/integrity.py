@@ -6,6 +6,7 @@ from collections import Counter
 
 from tierkv.daemon.allocator import PoolAllocator
 from tierkv.daemon.moves import Act, Moves
+from tierkv.daemon.pages import Goal
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind
 
@@ -38,6 +39,8 @@ def _check_bytes(state: State, moves: Moves) -> None:
             own("hbm", int(pages.quant[slot]), model.quant.item)
         if pages.host[slot] != NOWHERE:
             own("host", int(pages.host[slot]), state.host_class(slot).item)
+        if pages.digest[slot] != NOWHERE:
+            own("hbm", int(pages.digest[slot]), model.digest.item)
     for retirement in state.retirements.values():
         own(retirement.pool, retirement.offset, retirement.size_class.item)
     for move in moves.flying.values():
@@ -75,6 +78,9 @@ def _check_pages(state: State) -> None:
         )
         assert (pages.host[slot] != NOWHERE) == (pages.host_kind[slot] != Kind.NONE)
         assert kind == Kind.EXACT or pages.exact[slot] == NOWHERE
+        assert pages.digest[slot] == NOWHERE or kind == Kind.NONE or pages.goal[slot] == Goal.HOST, (
+            "a page in HBM keeps a digest"
+        )
         if not pages.sealed[slot]:
             assert kind == Kind.EXACT, "an open page was moved"
         assert pages.refs[slot] >= 1

@@ -16,21 +16,23 @@ from typing import Protocol
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize
+from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize, Summarize
 from tierkv.daemon.pools import BytePool, Bytes
 from tierkv.geometry import DTypeName, Geometry
+from tierkv.pool import KEY_MASK, checksum
+from tierkv.prefetch.digests import digest_shape
+from tierkv.prefetch.digests import write as write_digest
 from tierkv.quant.contract import Codec, NonFiniteValues
+from tierkv.table import Kind
 
 log = logging.getLogger(__name__)
 
-Move = Quantize | Copy | FitCodec
+Move = Quantize | Copy | Summarize | FitCodec
 
 WARM_UP_HEAD_DIM = 64
 """A head size that every codec packs."""
-
-KEY_MASK = (1 << 64) - 1
-"""xxh3 seeds are 64 bits."""
 
 BLOCK_BYTES = 1 << 19
 """A copy into host memory is written and hashed in blocks of this size: the hash then reads what the copy has just
@@ -40,11 +42,6 @@ brought into the core's cache, where it runs several times faster than memory.""
 class OnMove(Protocol):
     def __call__(self, src: str, dst: str, seconds: float, size: int) -> None:
         """A move is done: pools `src` and `dst` (`quantized` for a low-bit replica in HBM), bytes written."""
-
-
-def checksum(data: Bytes, key: int) -> int:
-    """xxh3-64 of `data`, seeded with the page id."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(data).data, seed=key & KEY_MASK)
 
 
 class _Damaged(Exception):
@@ -126,6 +123,8 @@ class Mover:
             state = self._codec.fit_state(geometry, [page], [1])
             packed = np.empty(self._codec.page_bytes(geometry), np.uint8)
             self._codec.encode(geometry, page, geometry.page_tokens, state, packed)
+            shape = digest_shape(geometry, 0)
+            write_digest(shape, page, geometry.page_tokens, np.empty(shape.nbytes, np.uint8))
 
     def _run(self) -> None:
         if not self.warmed.is_set():
@@ -174,6 +173,8 @@ class Mover:
             return self._copy(move)
         if isinstance(move, Quantize):
             return self._quantize(move)
+        if isinstance(move, Summarize):
+            return self._summarize(move)
         return self._fit(move)
 
     def _copy(self, move: Copy) -> tuple[MoveDone, str, str, int]:
@@ -191,10 +192,7 @@ class Mover:
 
     def _quantize(self, move: Quantize) -> tuple[MoveDone, str, str, int]:
         source = self._source(move.src_pool, move.src, move.geometry.page_bytes, move.src_checksum, move.key)
-        floats = self._codec.state_floats(move.geometry)
-        state = np.zeros(0, np.float32)
-        if floats:
-            state = self._pool("hbm").read(move.codec_state, 4 * floats).view(np.float32)
+        state = self._state(move.geometry, move.codec_state)
         pool = self._pool(move.dst_pool)
         size = self._codec.page_bytes(move.geometry)
         in_place = pool.data is not None
@@ -204,6 +202,27 @@ class Mover:
             pool.write(move.dst, out)
         done = self._published(move.move, move.dst_pool, out, move.key)
         return done, move.src_pool, "quantized" if move.dst_pool == "hbm" else move.dst_pool, size
+
+    def _summarize(self, move: Summarize) -> tuple[MoveDone, str, str, int]:
+        geometry, low_bit = move.geometry, move.src_kind == Kind.QUANTIZED
+        size = self._codec.page_bytes(geometry) if low_bit else geometry.page_bytes
+        source = self._source("host", move.src, size, move.src_checksum, move.key)
+        if low_bit:
+            exact = np.empty(geometry.page_bytes, np.uint8)
+            self._codec.decode(geometry, source, move.count, self._state(geometry, move.codec_state), exact)
+            source = exact
+        shape = digest_shape(geometry, move.layers)
+        digest = np.empty(shape.nbytes, np.uint8)
+        write_digest(shape, source, move.count, digest)
+        self._pool("hbm").write(move.dst, digest)
+        return MoveDone(move.move), "host", "digest", shape.nbytes
+
+    def _state(self, geometry: Geometry, offset: int) -> NDArray[np.float32]:
+        """The codec's per-model state, in HBM."""
+        floats = self._codec.state_floats(geometry)
+        if not floats:
+            return np.zeros(0, np.float32)
+        return self._pool("hbm").read(offset, 4 * floats).view(np.float32)
 
     def _fit(self, move: FitCodec) -> tuple[MoveDone, str, str, int]:
         hbm = self._pool("hbm")

@@ -10,12 +10,15 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from tierkv.daemon.allocator import SizeClass
-from tierkv.daemon.events import Copy, FitCodec, Quantize, RequestToken
+from tierkv.daemon.events import Copy, FitCodec, Quantize, RequestToken, Summarize
 from tierkv.daemon.hostroom import HostRoom
-from tierkv.daemon.pages import Goal
+from tierkv.daemon.pages import Goal, Guard, Ladder, Outcome
 from tierkv.daemon.sessions import Model
 from tierkv.daemon.state import Pool, State
+from tierkv.prefetch.digests import digest_shape
 from tierkv.table import NOWHERE, Kind
 
 RETRY_SECONDS = 0.25
@@ -32,6 +35,7 @@ class Act(Enum):
     PROMOTE = ("host", "hbm")
     RECALL = ("host", "quantized")
     COMPRESS = ("host", "host")  # an exact host replica becomes low-bit
+    DIGEST = ("host", "digest")  # what a cold page leaves in HBM
     FORK = ("hbm", "hbm")
     FIT = ("hbm", "codec")
 
@@ -120,6 +124,8 @@ class Moves:
     def _towards_host(self, slot: int) -> bool:
         pages = self.state.pages
         if pages.host[slot] != NOWHERE:
+            if pages.digest[slot] == NOWHERE and not self.running(slot, Act.DIGEST):
+                self.digest(slot)  # without room for one the page leaves all the same
             if not pages.moving[slot]:
                 self._switch(slot, Kind.NONE)
             return True
@@ -170,6 +176,13 @@ class Moves:
         if kind != Kind.QUANTIZED and pages.quant[slot] != NOWHERE:
             state.retire("hbm", model.quant, int(pages.quant[slot]), slot)
             pages.quant[slot] = NOWHERE
+        if kind != Kind.NONE and pages.digest[slot] != NOWHERE:
+            state.retire("hbm", model.digest, int(pages.digest[slot]), slot)
+            pages.digest[slot] = NOWHERE
+        if kind == Kind.NONE:
+            state.counters.prefetched["wasted"] += pages.recalled[slot] == Outcome.PENDING
+            pages.recalled[slot] = Outcome.NONE
+            state.counters.without_digest += state.config.digest_share > 0 and pages.digest[slot] == NOWHERE
         after = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[kind]
         pages.goal[slot] = Goal.NONE
         pages.moved_step[slot] = self._step_of(slot)
@@ -186,7 +199,9 @@ class Moves:
             state.retire("hbm", model.quant, int(pages.quant[slot]), slot)
         if pages.host[slot] != NOWHERE:
             state.retire("host", state.host_class(slot), int(pages.host[slot]), slot)
-        pages.exact[slot] = pages.quant[slot] = pages.host[slot] = NOWHERE
+        if pages.digest[slot] != NOWHERE:
+            state.retire("hbm", model.digest, int(pages.digest[slot]), slot)
+        pages.exact[slot] = pages.quant[slot] = pages.host[slot] = pages.digest[slot] = NOWHERE
         pages.kind[slot] = pages.host_kind[slot] = Kind.NONE
         pages.goal[slot] = Goal.NONE
         state.counters.dropped_pages[state.region_label(slot), reason] += 1
@@ -218,6 +233,27 @@ class Moves:
         if not self.state.model_of(slot).ready or pages.refused[slot]:
             return False
         return self._quantize(slot, Act.COMPRESS, "host", int(pages.host[slot]), "host")
+
+    def digest(self, slot: int) -> bool:
+        """Make the digest of a page whose host replica exists. False when digests are off or have no room."""
+        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
+        if not (state.hbm.free_items(model.digest) or state.kept_for_digests(model)):
+            return False
+        if pages.host_kind[slot] == Kind.QUANTIZED and not model.ready:
+            return False
+        destination = state.hbm.allocate(model.digest)
+        if destination is None:
+            return False
+        move = self._launch(slot, Act.DIGEST, "hbm", model.digest, destination)
+        layers = digest_shape(model.geometry, state.config.digest_layers).layers
+        source = (int(pages.host[slot]), int(pages.host_kind[slot]), int(pages.checksum[slot]))
+        state.out.append(
+            Summarize(
+                move.number, model.geometry, layers, int(pages.count[slot]), *source, model.state, destination,
+                int(pages.id[slot]),
+            )
+        )  # fmt: skip
+        return True
 
     def _pack(self, slot: int) -> bool:
         model = self.state.model_of(slot)
@@ -278,7 +314,22 @@ class Moves:
     def _reserve(self, pool: Pool, size_class: SizeClass, slot: int) -> int | None:
         if pool == "host":
             return self.room.allocate(size_class, slot, self.compress)
+        model = self.state.model_of(slot)
+        if size_class == model.quant and not self._may_subdivide(model):
+            return None
         return self.state.hbm.allocate(size_class)
+
+    def _may_subdivide(self, model: Model) -> bool:
+        """Whether low-bit pages find a slot, or may take a frame for one: not the last one, if digests want it and too few
+        exact pages are left that would soon give up theirs.
+        """
+        state, pages = self.state, self.state.pages
+        kept = state.kept_for_digests(model)
+        if not kept or state.hbm.free_items(model.quant) or state.hbm.free_frames(model.exact.frame) > kept:
+            return True
+        giving = pages.live & pages.sealed & (pages.model == model.index) & (pages.kind == Kind.EXACT)
+        giving &= (pages.ladder == Ladder.TIERED) & (pages.guard <= Guard.ATTENDABLE) & ~pages.refused
+        return int(np.count_nonzero(giving)) > kept + 1
 
     def _launch(
         self, slot: int, act: Act, pool: Pool, size_class: SizeClass, destination: int,
@@ -352,10 +403,20 @@ class Moves:
             pages.host[slot], pages.checksum[slot] = move.destination, checksum
             pages.host_kind[slot], pages.lossy[slot] = Kind.QUANTIZED, True
             self.state.touch(slot)
+        elif move.act is Act.DIGEST:
+            self._keep_digest(move)
         if pages.goal[slot] and not pages.doomed[slot]:
             self.advance(slot)
         self._bury(move)
         return move
+
+    def _keep_digest(self, move: Move) -> None:
+        state, pages, slot = self.state, self.state.pages, move.slot
+        if pages.digest[slot] == NOWHERE and (pages.kind[slot] == Kind.NONE or pages.goal[slot] == Goal.HOST):
+            pages.digest[slot] = move.destination
+            state.touch(slot, quiet=True)
+        else:  # the page came back meanwhile
+            state.hbm.release(move.size_class, move.destination)
 
     def _publish_state(self, move: Move) -> None:
         model = self.state.model_of(move.slot)

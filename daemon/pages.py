@@ -38,6 +38,14 @@ class Goal(IntEnum):
     RELOCATE = 5  # a low-bit replica changes slots to empty a frame
 
 
+class Outcome(IntEnum):
+    """What became of a page that was brought back because attention was expected on it."""
+
+    NONE = 0
+    PENDING = 1  # it is there and was not attended much yet
+    USED = 2
+
+
 class PageStore:
     """Arrays indexed by a page's slot. `index[id]` finds the slot; slots are reused, ids never."""
 
@@ -59,6 +67,7 @@ class PageStore:
         self.host = np.zeros(0, np.int64)  # host offset
         self.host_kind = np.zeros(0, np.int8)
         self.checksum = np.zeros(0, np.uint64)  # of the host replica
+        self.digest = np.zeros(0, np.int64)  # HBM offset of the digest that a cold page leaves
         self.moving = np.zeros(0, np.int16)  # moves in flight that read or write the page
         self.doomed = np.zeros(0, bool)  # released while moving
         self.goal = np.zeros(0, np.int8)
@@ -66,6 +75,11 @@ class PageStore:
         self.pin = np.zeros(0, np.int8)  # Guard that was asked for
         self.ladder = np.zeros(0, np.int8)
         self.score = np.zeros(0, np.float32)
+        self.mass = np.zeros(
+            0, np.float32
+        )  # attention the page gets: observed, or estimated while it is cold
+        self.recalled = np.zeros(0, np.int8)  # Outcome of its last recall
+        self.wanted_until = np.zeros(0, np.float32)  # decode step up to which a recalled page should stay
         self.moved_step = np.zeros(0, np.float32)  # decode step of the last tier change
         self.retry_at = np.zeros(0, np.float64)
         self.refused = np.zeros(0, bool)  # the codec refused it: stays exact
@@ -93,6 +107,7 @@ class PageStore:
         self.id[slot], self.model[slot], self.owner[slot] = page, model, session
         self.refs[slot], self.live[slot], self.ladder[slot] = 1, True, ladder
         self.exact[slot], self.quant[slot], self.host[slot] = exact, NOWHERE, NOWHERE
+        self.digest[slot] = NOWHERE
         self.kind[slot] = Kind.EXACT if exact != NOWHERE else Kind.NONE
         self.index[page] = slot
         return slot

@@ -98,11 +98,14 @@ class Pressure:
         return missing
 
     def kept_frames(self, model: Model) -> int:
-        """Free frames that are not given out: one while no low-bit slot is free, else nothing could be encoded."""
+        """Free frames that are not given out: one while no low-bit slot is free, else nothing could be encoded, and one
+        while no digest has a free slot, else pages would leave without one.
+        """
         state, pages = self._state, self._state.pages
         own = pages.live & pages.sealed & (pages.model == model.index)
-        tiered = bool(np.any(own & (pages.ladder == Ladder.TIERED)))
-        return int(tiered and not state.hbm.free_items(model.quant))
+        if not np.any(own & (pages.ladder == Ladder.TIERED)):
+            return 0
+        return int(not state.hbm.free_items(model.quant)) + state.kept_for_digests(model)
 
     def frames_coming(self) -> int:
         """Bytes of frames on their way to be free: retiring, of pages with a goal, or being emptied."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.daemon.moves import Moves
-from tierkv.daemon.pages import Goal, Guard, Ladder
+from tierkv.daemon.pages import Goal, Guard, Ladder, Outcome
 from tierkv.daemon.pressure import Pressure
+from tierkv.daemon.recall import Recall
 from tierkv.daemon.scoring import Scores, Slots
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind
@@ -21,8 +22,11 @@ CALM_SECONDS = 0.2
 
 
 class Promotion:
-    def __init__(self, state: State, moves: Moves, pressure: Pressure, scores: Scores) -> None:
+    def __init__(
+        self, state: State, moves: Moves, pressure: Pressure, scores: Scores, recall: Recall
+    ) -> None:
         self._state = state
+        self._recall = recall
         self._moves = moves
         self._pressure = pressure
         self._scores = scores
@@ -45,9 +49,10 @@ class Promotion:
         tiered = self._scores.idle(pages.slots())
         tiered = tiered[pages.ladder[tiered] == Ladder.TIERED]
         cold = tiered[(pages.kind[tiered] == Kind.NONE) & (pages.host[tiered] != NOWHERE)]
-        cold = cold[pages.score[cold] >= state.thresholds.offload_below]
+        cold = cold[(pages.score[cold] >= state.thresholds.offload_below) | (pages.mass[cold] > 0)]
         if len(cold):
             self._refill(cold, tiered, spare)
+            self._recall.swap(cold, tiered)
         else:
             self._prepare(self._promote_hot(spare))
 
@@ -65,13 +70,13 @@ class Promotion:
         return self._promote_exact(exact[pages.host_kind[exact] == Kind.EXACT], spare, "pin")
 
     def _refill(self, cold: Slots, tiered: Slots, spare: int) -> None:
-        """While nobody asks for room, cold pages come back as low-bit replicas, highest score first; where no slot is
-        left for them, exact pages that need not be exact become low-bit: no page lies cold for their sake.
+        """While nobody asks for room, cold pages come back as low-bit replicas: those that estimates name, then by
+        score. Where no slot is left for them, exact pages that need not be exact become low-bit: no page lies cold for their sake.
         """
         state, pages, moves = self._state, self._state.pages, self._moves
         if state.now - self._pressure.asked_at < CALM_SECONDS:
             return
-        for slot in reversed(self._scores.coldest_first(cold)):
+        for slot in cold[np.lexsort((-pages.score[cold], -pages.mass[cold]))].tolist():
             model = state.model_of(slot)
             if self._pressure.budget_room(state.sessions[int(pages.owner[slot])]) < 2 * model.exact.item:
                 continue
@@ -84,8 +89,11 @@ class Promotion:
                 if not self._pressure.frames_coming():
                     self._pressure.quantize_or_drop(tiered, model.exact.frame, Guard.ATTENDABLE)
                 break
-            if not moves.promote(slot, Goal.LOWBIT, "room"):
+            expected = pages.mass[slot] > 0
+            if not moves.promote(slot, Goal.LOWBIT, "recall" if expected else "room"):
                 break
+            if expected and pages.recalled[slot] == Outcome.NONE:
+                pages.recalled[slot] = Outcome.PENDING
             spare -= model.quant.item
 
     def _promote_hot(self, spare: int) -> int:

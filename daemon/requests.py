@@ -6,6 +6,7 @@ A request that cannot be is refused with a class of `tierkv.errors` and changes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from tierkv.daemon import events
 from tierkv.geometry import Geometry
 from tierkv.protocol import (
     MAX_REQUEST_PAGES,
+    Audit,
     Close,
     Commit,
     Crop,
@@ -25,6 +27,7 @@ from tierkv.protocol import (
     Open,
     Operation,
     Pin,
+    Recall,
     Reserve,
     SessionOptions,
 )
@@ -41,6 +44,8 @@ MAX_RUNS = 1 << 16
 
 MASS_SLACK = 1.01
 """A probability may exceed 1 by the rounding of float16 and of an average."""
+
+MAX_WAIT_SECONDS = 3600.0
 
 LADDERS = ("tiered", "drop", "exact")
 PIN_LEVELS = ("exact", "attendable", "none")
@@ -76,6 +81,8 @@ def to_event(client: str, token: int, op: Operation, buffers: Buffers) -> events
             return _committed(client, token, op)
         case Observe():
             return _observed(client, token, op, buffers)
+        case Recall():
+            return _recalled(client, token, op)
         case Pin():
             return _pinned(client, token, op)
         case _:
@@ -129,7 +136,35 @@ def _observed(client: str, token: int, op: Observe, buffers: Buffers) -> events.
         raise errors.ProtocolError(
             f"an observation of {tokens} tokens is one buffer of {2 * tokens} bytes, not {sizes}"
         )
-    return events.Observed(token, client, _session(op.session), _within(op.step, "step"), _mass(buffers[0]))
+    step, mass = _within(op.step, "step"), _mass(buffers[0])
+    return events.Observed(token, client, _session(op.session), step, mass, _audit(op.audit))
+
+
+def _audit(audit: Audit | None) -> Audit | None:
+    if audit is not None:
+        _within(audit.needed_cold, "needed_cold")
+        for name in ("attended", "oracle", "missed"):
+            _share(getattr(audit, name), name)
+        if not 0.0 <= audit.estimated < math.inf:
+            raise errors.RequestError(f"estimated is {audit.estimated:g}; it must be a number of 0 or more")
+    return audit
+
+
+def _recalled(client: str, token: int, op: Recall) -> events.Recalled:
+    if len(op.pages) > MAX_REQUEST_PAGES or len(op.pages) != len(op.masses):
+        raise errors.RequestError(
+            f"{len(op.pages)} pages with {len(op.masses)} masses; one each, at most {MAX_REQUEST_PAGES}"
+        )
+    masses = tuple(_share(mass, "a mass") for mass in op.masses)
+    if not 0.0 <= op.seconds <= MAX_WAIT_SECONDS:
+        raise errors.RequestError(f"seconds is {op.seconds:g}; a recall may wait 0 to {MAX_WAIT_SECONDS:g}")
+    return events.Recalled(token, client, _session(op.session), tuple(op.pages), masses, op.seconds)
+
+
+def _share(value: float, name: str) -> float:
+    if not 0.0 <= value <= MASS_SLACK:  # False for NaN, too
+        raise errors.RequestError(f"{name} is {value:g}; a share of attention is between 0 and 1")
+    return value
 
 
 def _mass(buffer: memoryview) -> NDArray[np.float32]:

@@ -73,8 +73,18 @@ class Scores:
         chosen: Slots = among[free & (pages.retry_at[among] <= self._state.now)]
         return chosen
 
+    def wanted(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which pages were recalled for steps that are still to come."""
+        pages, sessions = self._state.pages, self._state.sessions
+        until = pages.wanted_until[slots]
+        wanted: NDArray[np.bool_] = until > 0
+        for place in np.flatnonzero(wanted).tolist():
+            session = sessions.get(int(pages.owner[slots[place]]))
+            wanted[place] = session is not None and session.step < until[place]
+        return wanted
+
     def coldest_first(self, slots: Slots) -> list[int]:
-        """The slots, lowest score first."""
-        order = np.argsort(self._state.pages.score[slots], kind="stable")
+        """The slots, lowest score first; pages that were recalled for steps still to come are last."""
+        order = np.lexsort((self._state.pages.score[slots], self.wanted(slots)))
         ordered: list[int] = slots[order].tolist()
         return ordered

@@ -38,6 +38,9 @@ ADMIT_SECONDS = 10.0
 """How long the loop may take to admit a worker; adoption of a few hundred thousand pages takes less."""
 
 DRAIN_SECONDS = 30.0
+ALL_LAYERS = 1 << 16
+"""More layers than a page has."""
+
 QUIET_TICKS = 3
 """Loop ticks without a move after which a drain counts as finished."""
 
@@ -56,6 +59,7 @@ class ServiceConfig:
     observe_every: int = 4
     lease_seconds: float = 10.0
     heartbeat_seconds: float = 2.0
+    digest_layers: int = 0  # as workers are told: 0 for no digests
 
 
 BrainFactory = Callable[[ServiceConfig], BrainLike]
@@ -255,7 +259,7 @@ class Service:
         return Attached(
             PROTOCOL_VERSION, config.epoch, self.loop.endpoint, config.hbm_bytes, config.host_bytes,
             config.codec, config.page_tokens, config.straddle, config.observe_every, config.heartbeat_seconds,
-            list(lost),
+            config.digest_layers, list(lost),
         )  # fmt: skip
 
 
@@ -273,12 +277,15 @@ def main() -> None:
     parser.add_argument("--lease-seconds", type=float, default=10.0)
     parser.add_argument("--heartbeat-seconds", type=float, default=2.0)
     parser.add_argument("--straddle", action="store_true")
+    parser.add_argument("--digest-share", type=float, default=0.1)
+    parser.add_argument("--recent-tokens", type=int, default=64)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     with StateLock(given.state_dir):
         config = ServiceConfig(
             given.state_dir, given.hbm, given.host, next_epoch(given.state_dir), given.codec, given.page_tokens,
             given.straddle, lease_seconds=given.lease_seconds, heartbeat_seconds=given.heartbeat_seconds,
+            digest_layers=ALL_LAYERS if given.digest_share else 0,
         )  # fmt: skip
 
         def brain(config: ServiceConfig) -> BrainLike:
@@ -290,6 +297,8 @@ def main() -> None:
                     config.codec,
                     page_tokens=config.page_tokens,
                     straddle=config.straddle,
+                    digest_share=given.digest_share,
+                    recent_tokens=given.recent_tokens,
                 )
             )
 

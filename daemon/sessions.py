@@ -33,6 +33,7 @@ class Model:
     geometry: Geometry
     exact: SizeClass
     quant: SizeClass
+    digest: SizeClass
     state_bytes: int
     state_offset: int = NOWHERE  # reserved block
     state: int = NOWHERE  # the same once fitted: what plans name

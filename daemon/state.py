@@ -21,7 +21,8 @@ from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.sessions import Client, Model, Session
 from tierkv.errors import BudgetTooSmall, GeometryMismatch, UnknownSession
 from tierkv.geometry import Geometry, fingerprint
-from tierkv.protocol import BlankPage, PageChange, PageEntry, Plan, TableState
+from tierkv.prefetch.digests import digest_shape
+from tierkv.protocol import Audit, BlankPage, PageChange, PageEntry, Plan, TableState
 from tierkv.quant import get as get_codec
 from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
@@ -33,7 +34,11 @@ PAGE_ID_EPOCH_SHIFT = 40
 
 @dataclass(frozen=True)
 class BrainConfig:
-    """Sizes in bytes, watermarks as free fractions of HBM, bandwidth in bytes a second (0: unbounded)."""
+    """Sizes in bytes, watermarks as free fractions of HBM, bandwidth in bytes a second (0: unbounded).
+
+    `digest_share` is the fraction of HBM that digests of cold pages may take (0: none are made), `digest_layers` how many
+    of a page's last layers they describe (0: all).
+    """
 
     hbm_bytes: int
     host_bytes: int
@@ -51,6 +56,8 @@ class BrainConfig:
     recent_tokens: int = 64
     pins: tuple[tuple[str, str], ...] = (("system", "attendable"),)
     pin_quota: float = 0.5
+    digest_share: float = 0.1
+    digest_layers: int = 0
     min_residency_steps: int = 8
     max_moves_in_flight: int = 32
     move_bandwidth: int = 0
@@ -77,9 +84,26 @@ class Counters:
     dropped_pages: Counter[tuple[str, str]] = field(default_factory=Counter)  # region, reason
     lost_pages: int = 0
     recalled_pages: int = 0
+    prefetched: Counter[str] = field(default_factory=Counter)  # outcome: used, late, wasted
+    without_digest: int = 0  # pages that left HBM and found no room for a digest
+    audits: int = 0
+    needed_cold: int = 0  # pages that audits found not attended although they had much mass
+    attention_recall: float = 0.0  # of the last audit; `oracle_recall` is the best choice's at equal bytes
+    oracle_recall: float = 0.0
+    recall_buckets: Counter[int] = field(
+        default_factory=Counter
+    )  # audits by attention recall in percent, floored
+    recall_sum: float = 0.0
     backpressure: int = 0
     checksum_failures: int = 0
     pins_refused: int = 0
+
+    def audited(self, audit: Audit) -> None:
+        self.audits += 1
+        self.needed_cold += audit.needed_cold
+        self.attention_recall, self.oracle_recall = audit.attended, audit.oracle
+        self.recall_sum += audit.attended
+        self.recall_buckets[int(100 * audit.attended)] += 1
 
 
 class State:
@@ -166,6 +190,7 @@ class State:
             key, self._model_index, model_id, geometry,
             exact=SizeClass(frame, frame),
             quant=SizeClass(frame, min(frame, aligned(self.codec.page_bytes(geometry)))),
+            digest=SizeClass(frame, min(frame, digest_shape(geometry, self.config.digest_layers).nbytes)),
             state_bytes=4 * self.codec.state_floats(geometry),
         )  # fmt: skip
         self.models[key] = model
@@ -214,7 +239,7 @@ class State:
         rows = []
         for slot, count in zip(session.pages.view.tolist(), session.counts.view.tolist(), strict=True):
             new = self._change(slot)
-            host = (new.host_kind, new.host_offset, new.host_checksum)
+            host = (new.host_kind, new.host_offset, new.host_checksum, new.digest)
             rows.append(PageEntry(new.page, int(pages.region[slot]), count, new.kind, new.offset, *host))
         blanks = [BlankPage(int(pages.id[slot]), int(pages.exact[slot])) for slot in session.blanks]
         return TableState(
@@ -226,7 +251,7 @@ class State:
         offset = {Kind.EXACT: pages.exact[slot], Kind.QUANTIZED: pages.quant[slot]}.get(Kind(kind), NOWHERE)
         return PageChange(
             int(pages.id[slot]), kind, int(offset),
-            int(pages.host_kind[slot]), int(pages.host[slot]), int(pages.checksum[slot]),
+            int(pages.host_kind[slot]), int(pages.host[slot]), int(pages.checksum[slot]), int(pages.digest[slot]),
         )  # fmt: skip
 
     # Retire --------------------------------------------------------------------------------------------------
@@ -306,7 +331,9 @@ class State:
             self.hbm.release(model.quant, int(pages.quant[slot]))
         if pages.host[slot] != NOWHERE:
             self.host.release(self.host_class(slot), int(pages.host[slot]))
-        pages.exact[slot] = pages.quant[slot] = pages.host[slot] = NOWHERE
+        if pages.digest[slot] != NOWHERE:
+            self.hbm.release(model.digest, int(pages.digest[slot]))
+        pages.exact[slot] = pages.quant[slot] = pages.host[slot] = pages.digest[slot] = NOWHERE
 
     def host_class(self, slot: int) -> SizeClass:
         model = self.model_of(slot)
@@ -341,7 +368,17 @@ class State:
         slots, model = session.pages.view, session.model
         exact = int(np.count_nonzero(self.pages.exact[slots] != NOWHERE)) + len(session.blanks)
         quant = int(np.count_nonzero(self.pages.quant[slots] != NOWHERE))
-        return exact * model.exact.item + quant * model.quant.item + session.retiring_bytes
+        digests = int(np.count_nonzero(self.pages.digest[slots] != NOWHERE)) * model.digest.item
+        return exact * model.exact.item + quant * model.quant.item + digests + session.retiring_bytes
+
+    def kept_for_digests(self, model: Model) -> int:
+        """Free frames (one or none) that wait for digests of the model's pages: while none has a free slot, up to their
+        share of HBM.
+        """
+        if not self.config.host_bytes or self.hbm.free_items(model.digest):
+            return 0
+        most = int(self.config.digest_share * self.hbm.size) // model.digest.frame
+        return int(self.hbm.frames_of(model.digest) < most)
 
     def region_label(self, slot: int) -> str:
         return Region(int(self.pages.region[slot])).label

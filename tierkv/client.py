@@ -126,6 +126,10 @@ class Client:
         return self._terms.observe_every
 
     @property
+    def digest_layers(self) -> int:
+        return self._terms.digest_layers
+
+    @property
     def hbm_bytes(self) -> int:
         return self._terms.hbm_bytes
 

@@ -11,6 +11,7 @@ import mmap
 import os
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from tierkv.errors import ProtocolError
@@ -47,6 +48,15 @@ class MappedPool:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+KEY_MASK = (1 << 64) - 1
+"""xxh3 seeds are 64 bits."""
+
+
+def checksum(data: NDArray[np.uint8], key: int) -> int:
+    """xxh3-64 of a host replica's bytes, seeded with the page id."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(data).data, seed=key & KEY_MASK)
 
 
 def codec_state(data: NDArray[np.uint8], offset: int, floats: int) -> NDArray[np.float32]:

@@ -28,7 +28,7 @@ import msgspec
 from tierkv.errors import ProtocolError
 from tierkv.geometry import DTypeName
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 64 << 20
 MAX_REQUEST_PAGES = 65_536
 ATTACH_SOCKET = "attach.sock"
@@ -48,7 +48,10 @@ class GeometryFields(_Struct, array_like=True):
 
 
 class PageEntry(_Struct, array_like=True):
-    """One row of a page table as the daemon states it. Offsets are bytes into the pools, -1 where there is none."""
+    """One row of a page table as the daemon states it. Offsets are bytes into the pools, -1 where there is none.
+
+    `digest` lies in HBM, and only while no replica of the page does.
+    """
 
     page: int
     region: int
@@ -58,6 +61,7 @@ class PageEntry(_Struct, array_like=True):
     host_kind: int = 0
     host_offset: int = -1
     host_checksum: int = 0
+    digest: int = -1
 
 
 class PageChange(_Struct, array_like=True):
@@ -69,6 +73,7 @@ class PageChange(_Struct, array_like=True):
     host_kind: int
     host_offset: int
     host_checksum: int
+    digest: int = -1
 
 
 class BlankPage(_Struct, array_like=True):
@@ -145,6 +150,8 @@ class Attached(_Struct, tag="attached"):
     straddle: bool
     observe_every: int
     heartbeat_seconds: float
+    digest_layers: int = 0
+    """Last layers of a page that a digest describes, as far as the page has so many; 0: cold pages leave none."""
     lost: list[tuple[int, int, int]] = []
     """After adoption: `(session, first token, stop token)` ranges that no replica holds."""
 
@@ -201,15 +208,45 @@ class Commit(_Struct, tag="commit"):
     token_ids: bytes = b""
 
 
-class Observe(_Struct, tag="observe"):
-    """One raw float16 buffer follows: mass of tokens `[0, tokens)`, NaN where a token was not attended.
+class Audit(_Struct):
+    """What one query's attention would have been over all pages, cold ones included. Shares of 1.
 
-    `step` is the session's decode step of the observation; at most one a step counts.
+    `attended` is what was attended; `oracle` what the best choice of pages of the same bytes would have attended (pages
+    by true mass); `estimated` the digests' sum over `missed`, the true mass of all cold pages; `needed_cold` counts
+    pages that were not attended although they had at least twice the mass of as many average tokens.
+    """
+
+    attended: float
+    oracle: float
+    missed: float
+    estimated: float
+    needed_cold: int
+
+
+class Observe(_Struct, tag="observe"):
+    """One raw float16 buffer follows: mass of tokens `[0, tokens)`, NaN where it is not known.
+
+    A token of a cold page has its share of the page's estimated mass. `step` is the session's decode step of the
+    observation; at most one a step counts.
     """
 
     session: int
     step: int
     tokens: int
+    audit: Audit | None = None
+
+
+class Recall(_Struct, tag="recall"):
+    """Bring cold pages back as low-bit replicas, most wanted first; answered by `Ready` when they are there or cannot be.
+
+    `masses` are the estimates (shares of attention) by which pages that are colder may give way. After `seconds` the
+    answer comes with whatever is there; what is still on its way arrives as a plan.
+    """
+
+    session: int
+    pages: list[int]
+    masses: list[float]
+    seconds: float
 
 
 class Pin(_Struct, tag="pin"):
@@ -235,7 +272,7 @@ class Drain(_Struct, tag="drain"):
     """Stop admitting sessions and pages; finish moves."""
 
 
-Operation = Open | Fork | Crop | Close | Reserve | Commit | Observe | Pin | Stats | Ping | Drain
+Operation = Open | Fork | Crop | Close | Reserve | Commit | Observe | Recall | Pin | Stats | Ping | Drain
 
 
 class Request(_Struct, kw_only=True):
@@ -265,6 +302,12 @@ class Reserved(_Struct, tag="reserved"):
     blanks: list[BlankPage]
 
 
+class Ready(_Struct, tag="ready"):
+    """Answer to `Recall`: adopt the plan that makes the table `version`, then go on."""
+
+    version: int
+
+
 class StatsResult(_Struct, tag="stats"):
     values: dict[str, float]
 
@@ -277,7 +320,7 @@ class Failure(_Struct, tag="failure"):
     retry_after: float = 0.0
 
 
-Result = Done | Table | Reserved | StatsResult | Failure
+Result = Done | Table | Reserved | Ready | StatsResult | Failure
 
 
 class Reply(_Struct, tag="reply"):

@@ -5,6 +5,7 @@ Rows are appended, counted up and cut at the end; replicas change in place. `Row
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,21 @@ class PageRows(NamedTuple):
     starts: NDArray[np.int64]
 
 
+class ColdRows(NamedTuple):
+    """Pages without an HBM replica whose host replica can be read, in token order."""
+
+    pages: NDArray[np.int64]  # ids
+    digests: NDArray[np.int64]  # bytes into the HBM pool, NOWHERE where there is none
+    offsets: NDArray[np.int64]  # bytes into the host pool
+    kinds: NDArray[np.int8]
+    counts: NDArray[np.int32]
+    starts: NDArray[np.int64]
+
+
+Verify = Callable[[int, int, int, int], bool]
+"""`(page id, table.Kind, host offset, checksum)`: whether these host bytes are what was stored."""
+
+
 class PageTable:
     """Not thread-safe: the session's lock guards it."""
 
@@ -40,6 +56,10 @@ class PageTable:
         self.host_kind = np.zeros(_FIRST_CAPACITY, np.int8)
         self.host_offset = np.zeros(_FIRST_CAPACITY, np.int64)
         self.host_checksum = np.zeros(_FIRST_CAPACITY, np.uint64)
+        self.digest = np.zeros(_FIRST_CAPACITY, np.int64)
+        self.verified = np.zeros(
+            _FIRST_CAPACITY, np.int8
+        )  # of the host replica: 0 not yet, 1 good, -1 damaged
         self.index: dict[int, int] = {}
         self._away = 0  # rows without an HBM replica
 
@@ -120,12 +140,36 @@ class PageTable:
         here = self.kind[:top] != Kind.NONE
         return PageRows(self.offset[:top][here], self.kind[:top][here], counts[here], self.start[:top][here])
 
+    def cold(self, stop: int, verify: Verify) -> ColdRows:
+        """Cold pages that hold tokens `[0, stop)`. A host replica is verified once, before it is first named here; one
+        that is damaged is left out.
+        """
+        top = int(np.searchsorted(self.start[: self.length], stop, side="left"))
+        rows = np.flatnonzero((self.kind[:top] == Kind.NONE) & (self.host_kind[:top] != Kind.NONE))
+        for row in rows[self.verified[rows] == 0].tolist():
+            place = (self.page[row], self.host_kind[row], self.host_offset[row], self.host_checksum[row])
+            self.verified[row] = 1 if verify(*(int(value) for value in place)) else -1
+        rows = rows[self.verified[rows] > 0]
+        counts = np.minimum(self.count[rows], stop - self.start[rows]).astype(np.int32)
+        columns = (self.page, self.digest, self.host_offset, self.host_kind)
+        return ColdRows(*(column[rows] for column in columns), counts, self.start[rows])
+
+    @property
+    def away(self) -> int:
+        """Rows without an HBM replica."""
+        return self._away
+
+    def damaged(self) -> list[int]:
+        """Ids of cold pages whose host replica did not match its checksum."""
+        rows = (self.verified[: self.length] < 0) & (self.kind[: self.length] == Kind.NONE)
+        return [int(page) for page in self.page[: self.length][rows]]
+
     def entries(self, tokens: int) -> list[PageEntry]:
         """Rows that hold `[0, tokens)`, the last one cut there: what a new owner adopts."""
         top = int(np.searchsorted(self.start[: self.length], tokens, side="left"))
         columns = (
             self.page, self.region, self.count, self.kind, self.offset,
-            self.host_kind, self.host_offset, self.host_checksum,
+            self.host_kind, self.host_offset, self.host_checksum, self.digest,
         )  # fmt: skip
         entries = [
             PageEntry(*values) for values in zip(*(column[:top].tolist() for column in columns), strict=True)
@@ -135,7 +179,7 @@ class PageTable:
             count = min(last.count, tokens - int(self.start[top - 1]))
             entries[-1] = PageEntry(
                 last.page, last.region, count, last.kind, last.offset,
-                last.host_kind, last.host_offset, last.host_checksum,
+                last.host_kind, last.host_offset, last.host_checksum, last.digest,
             )  # fmt: skip
         return entries
 
@@ -147,6 +191,9 @@ class PageTable:
     def _place(self, row: int, place: PageEntry | PageChange) -> None:
         self.kind[row] = place.kind
         self.offset[row] = place.offset if place.kind != Kind.NONE else NOWHERE
+        if self.host_offset[row] != place.host_offset or self.host_checksum[row] != place.host_checksum:
+            self.verified[row] = 0
         self.host_kind[row] = place.host_kind
         self.host_offset[row] = place.host_offset
         self.host_checksum[row] = place.host_checksum
+        self.digest[row] = place.digest

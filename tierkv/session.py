@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -35,9 +35,10 @@ from tierkv.errors import (
 )
 from tierkv.geometry import Geometry
 from tierkv.line import Call
-from tierkv.pool import codec_state
+from tierkv.pool import checksum, codec_state
 from tierkv.protocol import (
     BlankPage,
+    Audit,
     Close,
     Commit,
     Crop,
@@ -50,6 +51,8 @@ from tierkv.protocol import (
     PageEntry,
     Pin,
     Plan,
+    Ready,
+    Recall,
     Reserve,
     Reserved,
     Result,
@@ -59,7 +62,7 @@ from tierkv.protocol import (
     TableState,
 )
 from tierkv.regions import Region, Run, parse_region
-from tierkv.rows import PageRows, PageTable
+from tierkv.rows import ColdRows, PageRows, PageTable
 from tierkv.table import Kind, lay_out, pages_needed
 from tierkv.waiting import failed, give, refuse, wait
 
@@ -108,7 +111,12 @@ class Daemon(Protocol):
         """A plan is in use: acknowledge it soon."""
         ...
 
+    @property
+    def digest_layers(self) -> int: ...
+
     def hbm(self) -> NDArray[np.uint8]: ...
+
+    def host(self) -> NDArray[np.uint8]: ...
 
     def forget(self, session: int) -> None: ...
 
@@ -117,6 +125,11 @@ class Daemon(Protocol):
     def unavailable(self, what: str) -> OwnerUnavailable:
         """The error for a wait that ended without an answer."""
         ...
+
+
+NO_COLD_ROWS = ColdRows(
+    *(np.zeros(0, dtype) for dtype in (np.int64, np.int64, np.int64, np.int8, np.int32, np.int64))
+)
 
 
 class _Span(NamedTuple):
@@ -196,8 +209,14 @@ class Session:
             codec = quant.get(self._daemon.codec)
             data = self._daemon.hbm()
             state = codec_state(data, self._codec_state, codec.state_floats(self.geometry))
-            view = self._view = PoolView(data, self.geometry, codec, state)
+            layers = min(self._daemon.digest_layers, self.geometry.num_layers)
+            view = self._view = PoolView(data, self.geometry, codec, state, layers)
         return view
+
+    @property
+    def host(self) -> PoolView:
+        """The host pool, read-only, as attention reads cold pages in place."""
+        return self.pool._replace(data=self._daemon.host())
 
     def slots(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """For each token of `[start, stop)`: byte offset of its page in the pool, and its slot in the page.
@@ -214,6 +233,22 @@ class Session:
         """Attendable pages that hold tokens `[0, stop)`, in token order; the arrays are the caller's."""
         with self._changed:
             return self._table.rows(stop)
+
+    @property
+    def has_cold(self) -> bool:
+        """Some page has no replica in HBM."""
+        return self._table.away > 0
+
+    def cold(self, stop: int) -> ColdRows:
+        """Cold pages that hold tokens `[0, stop)` and can be read in host memory, in token order.
+
+        Their bytes are verified against the checksum the first time. A damaged page is left out, and the daemon is asked
+        to bring it back, which makes it find the damage too and count the page as lost.
+        """
+        with self._changed:
+            if not self._table.away:
+                return NO_COLD_ROWS
+            return self._table.cold(stop, self._verify)
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -274,10 +309,11 @@ class Session:
             self.step += steps
             self._submit(Commit(self.id, self._horizon, runs, steps, ids), [], fatal=True)
 
-    def observe(self, mass: NDArray[np.float32]) -> None:
-        """Report attention mass of tokens `[0, length)`, averaged over heads and layers; NaN where not attended.
+    def observe(self, mass: NDArray[np.float32], audit: Audit | None = None) -> None:
+        """Report attention mass of tokens `[0, length)`, averaged over heads and layers; NaN where it is not known.
 
-        Not waited for. Only committed tokens are reported, and one observation a decode step counts.
+        A token of a cold page has its share of the page's estimate. Not waited for. Only committed tokens are reported,
+        and one observation a decode step counts.
         """
         with self._changed:
             self._check()
@@ -285,7 +321,7 @@ class Session:
                 raise RequestError(f"mass of {len(mass)} tokens for a session of {self.length}")
             if self._horizon:
                 raw = np.ascontiguousarray(mass[: self._horizon], "<f2").tobytes()
-                self._submit(Observe(self.id, self.step, self._horizon), [raw], fatal=False)
+                self._submit(Observe(self.id, self.step, self._horizon, audit), [raw], fatal=False)
 
     def end(self) -> None:
         """The step is over: until the next `begin`, the client's thread may adopt plans."""
@@ -332,6 +368,32 @@ class Session:
                 self._cropping = False
                 raise
         self._result(answer, deadline, "crop")
+
+    def recall(self, pages: Sequence[int], masses: Sequence[float], seconds: float) -> None:
+        """Bring cold pages (ids, most wanted first) back as low-bit replicas, between steps; waits for them.
+
+        Pages that cannot be had (no room that colder pages could make, or `seconds` are over) stay cold: that is no error.
+
+        Args:
+            masses: estimated shares of attention; only pages with less give way.
+            seconds: how long to wait at most.
+        """
+        deadline = time.monotonic() + self._daemon.timeout + seconds
+        answer: Future[Result] = Future()
+        with self._changed:
+            self._check()
+            if self._in_step:
+                raise RequestError("recall is asked for between steps: end() or roll back first")
+            op = Recall(self.id, list(pages), list(masses), seconds)
+            self._daemon.submit(Call(op, partial(give, answer), self.id))
+        result = wait(answer, deadline, self._daemon, "recall")
+        if not isinstance(result, Ready):
+            raise failed(result)
+        with self._changed:
+            self._adopt()
+            while self._version < result.version and self._broken is None and time.monotonic() < deadline:
+                self._changed.wait(max(LEAST_RETRY_SECONDS, deadline - time.monotonic()))
+                self._adopt()
 
     def fork(self) -> Session:
         """A session that shares the committed pages and goes its own way. Tentative tokens are not in it."""
@@ -443,6 +505,19 @@ class Session:
                 self._view = None
         self._plans.clear()
         self._daemon.adopted(self.id, self._version)
+
+    def _verify(self, page: int, kind: int, offset: int, expected: int) -> bool:
+        """Whether a host replica's bytes are what was stored under the page's id."""
+        from tierkv import quant
+
+        geometry = self.geometry
+        exact = kind == Kind.EXACT
+        size = geometry.page_bytes if exact else quant.get(self._daemon.codec).page_bytes(geometry)
+        good = checksum(self._daemon.host()[offset : offset + size], page) == expected
+        if not good:
+            op = Recall(self.id, [page], [0.0], 0.0)
+            self._daemon.submit(Call(op, lambda result: None, self.id), wake=not self._in_step)
+        return good
 
     def _check(self) -> None:
         self._daemon.check_process()

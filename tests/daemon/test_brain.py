@@ -20,7 +20,7 @@ BOTH_ZERO = Thresholds(quantize_below=0.0, offload_below=0.0, drop_below=0.0, pr
 def world(hbm_frames: int, host_frames: int, **options: object) -> World:
     config = {
         "page_tokens": 4, "sink_tokens": 4, "recent_tokens": 8, "pins": (), "thresholds": BOTH_ZERO,
-        "low_watermark": 0.0, "high_watermark": 0.0,
+        "low_watermark": 0.0, "high_watermark": 0.0, "digest_share": 0.0,
     }  # fmt: skip
     made = World(BrainConfig(hbm_frames * FRAME + 1024, host_frames * FRAME, **{**config, **options}))
     made.attach("a")

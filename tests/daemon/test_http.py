@@ -13,6 +13,7 @@ import pytest
 
 from tierkv.daemon.http import MAX_CLIENTS, HttpServer, Verdict, loop_verdict
 from tierkv.errors import ConfigError
+from tierkv.protocol import PROTOCOL_VERSION
 
 
 class Known:
@@ -72,7 +73,7 @@ def test_each_route_answers(server: HttpServer) -> None:
     assert get(server, "/metrics") == (200, "tierkv_epoch 3\n")
     assert json.loads(get(server, "/status")[1]) == {"epoch": 3, "config": {"hbm": 4096}}
     assert get(server, "/ready")[0] == 200
-    assert json.loads(get(server, "/version")[1])["protocol"] == 1
+    assert json.loads(get(server, "/version")[1])["protocol"] == PROTOCOL_VERSION
     assert get(server, "/nothing")[0] == 404
 
 

@@ -32,10 +32,12 @@ class BrainMachine(RuleBasedStateMachine):
         straddle=st.booleans(),
         codec=st.sampled_from(["k3v2"]),
         drop_below=st.sampled_from([0.0, 2.0]),
+        digest_share=st.sampled_from([0.0, 0.2, 0.5]),
     )
     def start(
         self, hbm_frames: int, host_frames: int, demotion: Literal["pressure", "eager"],
         backup: Literal["on_seal", "on_demote", "never"], straddle: bool, codec: str, drop_below: float,
+        digest_share: float,
     ) -> None:  # fmt: skip
         self.drop_below = drop_below
         self.world = World(
@@ -47,6 +49,8 @@ class BrainMachine(RuleBasedStateMachine):
                 straddle=straddle,
                 demotion=demotion,
                 backup=backup,
+                digest_share=digest_share,
+                digest_layers=1,
                 sink_tokens=4,
                 recent_tokens=6,
                 thresholds=Thresholds(0.5, 0.3, drop_below, 0.55),
@@ -102,6 +106,14 @@ class BrainMachine(RuleBasedStateMachine):
         if session.length:
             mass = np.random.default_rng(seed).dirichlet(np.ones(session.length)).astype(np.float32)
             self.world.ask(events.Observed, session.client, session.id, session.step, mass)
+
+    @precondition(some_session)
+    @rule(data=st.data(), mass=st.sampled_from([0.0, 0.3, 1.0]), seconds=st.sampled_from([0.0, 0.5]))
+    def recall(self, data: st.DataObject, mass: float, seconds: float) -> None:
+        session = self.pick(data)
+        pages = [row.page for row in session.rows] or [7]
+        wanted = data.draw(st.lists(st.sampled_from(pages), max_size=4))
+        self.world.recall(session, wanted, mass, seconds)
 
     @precondition(some_session)
     @rule(data=st.data())

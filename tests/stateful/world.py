@@ -14,7 +14,7 @@ import numpy as np
 
 from tierkv.daemon import events
 from tierkv.daemon.brain import Brain
-from tierkv.daemon.events import Answer, Copy, FitCodec, Instruction, Quantize, SendPlan
+from tierkv.daemon.events import Answer, Copy, FitCodec, Instruction, Quantize, SendPlan, Summarize
 from tierkv.daemon.state import BrainConfig
 from tierkv.geometry import Geometry
 from tierkv.protocol import (
@@ -46,6 +46,7 @@ class Row:
     host_offset: int
     checksum: int
     stamps: list[int]
+    digest: int = -1
 
 
 @dataclass
@@ -76,7 +77,7 @@ class World:
         self.brain = Brain(config, validate=True)
         self.now = 0.0
         self.memory: dict[str, dict[int, tuple[str, list[int]]]] = {"hbm": {}, "host": {}}
-        self.moves: dict[int, Copy | Quantize | FitCodec] = {}
+        self.moves: dict[int, Copy | Quantize | Summarize | FitCodec] = {}
         self.sessions: dict[int, WorkerSession] = {}
         self.clients: set[str] = set()
         self.answers: dict[int, Result] = {}
@@ -114,7 +115,11 @@ class World:
 
     def finish_move(self, number: int) -> None:
         move = self.moves.pop(number)
-        if not isinstance(move, FitCodec):
+        if isinstance(move, Summarize):
+            form, stamps = self.memory["host"][move.src]
+            assert form == ("exact" if move.src_kind == Kind.EXACT else "low")
+            self.memory["hbm"][move.dst] = ("digest", stamps[: move.count])
+        elif not isinstance(move, FitCodec):
             form, stamps = self.memory[move.src_pool][move.src]
             if isinstance(move, Quantize):
                 assert form == "exact", "a low-bit page was encoded again"
@@ -168,6 +173,7 @@ class World:
                     entry.host_offset,
                     entry.host_checksum,
                     stamps[start : start + entry.count],
+                    entry.digest,
                 )
             )
             start += entry.count
@@ -241,11 +247,19 @@ class World:
                 if row is not None:
                     row.kind, row.offset = change.kind, change.offset
                     row.host_kind, row.host_offset = change.host_kind, change.host_offset
-                    row.checksum = change.host_checksum
+                    row.checksum, row.digest = change.host_checksum, change.digest
             session.version, session.codec_state = plan.version, plan.codec_state
         session.plans.clear()
         if acknowledge:
             self.feed(events.Acked(session.client, session.id, session.version))
+
+    def recall(self, session: WorkerSession, pages: list[int], mass: float, seconds: float = 1.0) -> int:
+        """Ask for pages to come back; the answer will lie in `answers` under the number that this returns."""
+        masses = (mass,) * len(pages)
+        result = self.ask(events.Recalled, session.client, session.id, tuple(pages), masses, seconds)
+        if result is not None:
+            self.answers[self._last_request] = result
+        return self._last_request
 
     def close(self, session: WorkerSession) -> None:
         del self.sessions[session.id]
@@ -277,8 +291,16 @@ class World:
 
         rows = [
             PageEntry(
-                r.page, r.region, len(r.stamps), r.kind, r.offset, r.host_kind, r.host_offset, r.checksum
-            )
+                r.page,
+                r.region,
+                len(r.stamps),
+                r.kind,
+                r.offset,
+                r.host_kind,
+                r.host_offset,
+                r.checksum,
+                r.digest,
+            )  # fmt: skip
             for r in session.rows
         ]
         table = TableState(
@@ -303,6 +325,10 @@ class World:
                     form, stamps = self.memory["host"][row.host_offset]
                     assert form == ("exact" if row.host_kind == Kind.EXACT else "low")
                     assert stamps[: len(row.stamps)] == row.stamps, "a worker reads foreign bytes in host"
+                if row.kind == Kind.NONE and row.digest != -1:
+                    form, stamps = self.memory["hbm"][row.digest]
+                    assert form == "digest"
+                    assert stamps[: len(row.stamps)] == row.stamps, "a digest describes another page"
                 if row.kind == Kind.NONE and row.host_kind == Kind.NONE:
                     assert self.may_lose(session), "a page has no replica left"
 

@@ -1,0 +1,225 @@
+"""Pages that attention is expected on come back: those a step waits for, and those that estimates keep naming.
+
+A worker estimates from digests what cold pages would be given. A *request* names some of them, most wanted first, and
+waits (`ask`); what observations report lies in `pages.mass` and is weighed at every tick (`swap`). Either way a page
+comes back as its low-bit replica, a seventh of the bytes, and becomes exact only if it proves hot (`Promotion`).
+
+Room is made at the cost of the low-bit pages that get the least attention, never of one that gets more than the page
+that wants in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierkv.daemon.events import Answer, Recalled
+from tierkv.daemon.moves import Moves
+from tierkv.daemon.pages import Goal, Guard, Ladder, Outcome
+from tierkv.daemon.pressure import Pressure
+from tierkv.daemon.scoring import Scores, Slots
+from tierkv.daemon.sessions import Session
+from tierkv.daemon.state import State
+from tierkv.protocol import Ready
+from tierkv.table import NOWHERE, Kind
+
+SMOOTHING = 0.5
+"""Weight of the newest observation in a page's mass."""
+
+USED_LIFT = 2.0
+"""A recalled page was used when it gets this many times the mass of as many average tokens (tau of Eq. 3)."""
+
+HYSTERESIS = 2.0
+"""A cold page takes a resident's place only with this many times its mass."""
+
+SWAPS_A_TICK = 4
+
+
+@dataclass
+class _Waiting:
+    request: int
+    slots: list[int]
+    masses: dict[int, float]
+    until: float
+
+
+class Recall:
+    def __init__(self, state: State, moves: Moves, pressure: Pressure, scores: Scores) -> None:
+        self._state = state
+        self._moves = moves
+        self._pressure = pressure
+        self._scores = scores
+        self._waiting: dict[int, _Waiting] = {}  # session -> what it waits for
+
+    # Observations ------------------------------------------------------------------------------------------------
+
+    def observed(self, session: Session, mass: np.ndarray) -> None:
+        """Masses of pages from masses of tokens `[tokens]`, NaN where not known."""
+        pages, slots, starts = self._state.pages, session.pages.view, session.starts.view
+        rows = int(np.searchsorted(starts, len(mass), side="left"))
+        if not rows:
+            return
+        slots, starts = slots[:rows], starts[:rows]
+        known = np.add.reduceat(~np.isnan(mass), starts) > 0
+        sums = np.add.reduceat(np.nan_to_num(mass), starts).astype(np.float32)
+        before = pages.mass[slots]
+        newest = np.where(before > 0, before + SMOOTHING * (sums - before), sums)
+        pages.mass[slots] = np.where(known, newest, before)
+        level = USED_LIFT / np.count_nonzero(~np.isnan(mass)) if known.any() else np.inf
+        used = (pages.recalled[slots] == Outcome.PENDING) & (pages.kind[slots] != Kind.NONE)
+        used &= sums >= level * session.counts.view[:rows]
+        pages.recalled[slots[used]] = Outcome.USED
+        self._state.counters.prefetched["used"] += int(np.count_nonzero(used))
+
+    # Requests ----------------------------------------------------------------------------------------------------
+
+    def ask(self, event: Recalled) -> None:
+        """A step waits for these pages. An earlier request of the session is answered with what is there."""
+        state, pages = self._state, self._state.pages
+        session = state.session(event.session, event.client)
+        self._answer(session)
+        named = set(session.pages.view.tolist())
+        slots = [pages.index[page] for page in event.pages if page in pages.index]
+        slots = [slot for slot in dict.fromkeys(slots) if slot in named]
+        masses = {
+            pages.index[page]: mass
+            for page, mass in zip(event.pages, event.masses, strict=True)
+            if page in pages.index
+        }
+        for slot in slots:
+            pages.mass[slot] = max(float(pages.mass[slot]), masses[slot])
+            pages.wanted_until[slot] = session.step + max(1, state.config.min_residency_steps)
+        self._waiting[session.id] = _Waiting(event.request, slots, masses, state.now + event.seconds)
+        self._scores.refresh()
+
+    def advance(self) -> None:
+        """Go on with what steps wait for; answer those that have what can be had."""
+        state = self._state
+        for number, waiting in list(self._waiting.items()):
+            session = state.sessions.get(number)
+            if session is None:
+                del self._waiting[number]
+                continue
+            missing = [slot for slot in waiting.slots if self._is_missing(slot)]
+            if state.now > waiting.until:
+                state.counters.prefetched["late"] += len(missing)
+                self._answer(session)
+            elif not missing or not self._bring(session, waiting, missing):
+                self._answer(session)
+
+    def _is_missing(self, slot: int) -> bool:
+        pages = self._state.pages
+        return bool(
+            pages.live[slot]
+            and not pages.doomed[slot]
+            and pages.kind[slot] == Kind.NONE
+            and pages.host[slot] != NOWHERE
+        )
+
+    def _answer(self, session: Session) -> None:
+        waiting = self._waiting.pop(session.id, None)
+        if waiting is not None:
+            version = session.version + (session.id in self._state.dirty)
+            self._state.out.append(Answer(waiting.request, Ready(version)))
+
+    def _bring(self, session: Session, waiting: _Waiting, missing: list[int]) -> bool:
+        """Start what can start. False when nothing is on its way any more: the rest has no room."""
+        pages, moves = self._state.pages, self._moves
+        on_its_way = False
+        for place, slot in enumerate(missing):
+            if pages.goal[slot] == Goal.LOWBIT or pages.moving[slot]:
+                on_its_way = True
+            elif moves.full():
+                return True
+            elif pages.retry_at[slot] > self._state.now or not self._encodable(slot):
+                continue
+            elif self._start(session, slot):
+                on_its_way = True
+            else:
+                lacking = sum(not pages.goal[left] for left in missing[place:])
+                return self._make_room(session, waiting, slot, lacking) or on_its_way
+        return on_its_way
+
+    def _encodable(self, slot: int) -> bool:
+        return self._state.model_of(slot).ready
+
+    def _start(self, session: Session, slot: int) -> bool:
+        """Begin to bring a page back, if there is a slot for it."""
+        state, model = self._state, self._state.model_of(slot)
+        if self._pressure.budget_room(session) < model.quant.item:
+            return False
+        spare = state.hbm.free_frames(model.exact.frame) - self._pressure.kept_frames(model)
+        if not state.hbm.free_items(model.quant) and spare < 1:
+            return False
+        if not self._moves.promote(slot, Goal.LOWBIT, "recall"):
+            return False
+        if state.pages.recalled[slot] == Outcome.NONE:
+            state.pages.recalled[slot] = Outcome.PENDING
+        return True
+
+    def _make_room(self, session: Session, waiting: _Waiting, slot: int, lacking: int) -> bool:
+        """Low-bit pages with less mass leave for `lacking` wanted ones. True if any room is on its way."""
+        state, pages = self._state, self._state.pages
+        model = state.model_of(slot)
+        budgeted = self._pressure.budget_room(session) < model.quant.item
+        coming = self._slots_coming(session, budgeted)
+        if coming >= lacking:
+            return True
+        among = session.pages.view.copy() if budgeted else pages.slots()
+        victims = self._victims(among, model.index, waiting.masses[slot], set(waiting.slots))
+        for victim in victims[: lacking - coming]:
+            if self._moves.full():
+                return True
+            coming += self._moves.demote(victim, Goal.HOST, "recall")
+        return coming > 0
+
+    def _slots_coming(self, session: Session, budgeted: bool) -> int:
+        """Low-bit slots on their way to be free (of the session's own pages, if its budget is what lacks)."""
+        state, pages, model = self._state, self._state.pages, session.model
+        leaving = pages.live & (pages.model == model.index) & (pages.goal == Goal.HOST)
+        leaving &= pages.kind == Kind.QUANTIZED
+        if budgeted:
+            own = np.zeros_like(leaving)
+            own[session.pages.view] = True
+            return int(np.count_nonzero(leaving & own)) + session.retiring_bytes // model.quant.item
+        return int(np.count_nonzero(leaving)) + state.retiring_items[model.quant]
+
+    def _victims(self, among: Slots, model: int, mass: float, spared: set[int]) -> list[int]:
+        """Low-bit pages that may leave for a page of `mass`, least attended first."""
+        pages = self._state.pages
+        ready = self._scores.idle(among)
+        ready = ready[
+            (pages.kind[ready] == Kind.QUANTIZED)
+            & (pages.model[ready] == model)
+            & (pages.ladder[ready] == Ladder.TIERED)
+            & (pages.guard[ready] == Guard.NONE)
+            & (pages.host[ready] != NOWHERE)
+            & (pages.mass[ready] < mass)
+        ]
+        order = np.lexsort((pages.mass[ready], self._scores.wanted(ready)))
+        return [slot for slot in ready[order].tolist() if slot not in spared]
+
+    # In the background -------------------------------------------------------------------------------------------
+
+    def swap(self, cold: Slots, tiered: Slots) -> None:
+        """The most attended cold pages take the places of the least attended low-bit ones, if they get much more."""
+        pages, sessions = self._state.pages, self._state.sessions
+        wanted = cold[pages.mass[cold] > 0]
+        low = tiered[(pages.kind[tiered] == Kind.QUANTIZED) & (pages.guard[tiered] == Guard.NONE)]
+        low = low[(pages.host[low] != NOWHERE) & ~self._scores.wanted(low)]
+        settled = [
+            s for s in low.tolist()
+            if (owner := sessions.get(int(pages.owner[s]))) is not None
+            and owner.step - pages.moved_step[s] >= self._state.config.min_residency_steps
+        ]  # fmt: skip
+        leaving = sorted(settled, key=lambda s: float(pages.mass[s]))
+        coming = sorted(wanted.tolist(), key=lambda s: -float(pages.mass[s]))
+        for victim, page in list(zip(leaving, coming, strict=False))[:SWAPS_A_TICK]:
+            if (
+                pages.goal[victim]
+                or self._moves.full()
+                or pages.mass[page] <= HYSTERESIS * pages.mass[victim]
+            ):
+                break
+            self._moves.demote(victim, Goal.HOST, "recall")
