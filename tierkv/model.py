@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 CACHE_NAMES = ("cache", "past_key_values")
 """The cache argument of `forward`, in transformers 5.24 and before."""
+
+Attempt = Literal["scout", "replayable", "final"]
 
 _ATTACHED = "_tierkv_attached"
 
@@ -98,15 +100,46 @@ class AttachedModel:
             cache.bind(self, model_support.own_layers(self.model), self._num_layers)
         chunk = cache.chunk_tokens(batch)
         if columns <= chunk:
-            return self._run(cache, batch, columns, kwargs)
+            return self._run_recalling(cache, batch, columns, kwargs)
         return self._run_sliced(cache, batch, columns, chunk, kwargs)
 
-    def _run(self, cache: TieredCache, batch: int, columns: int, kwargs: dict[str, Any]) -> Any:
-        """One forward as one step of every session: all of it, or nothing."""
+    def _run_recalling(self, cache: TieredCache, batch: int, columns: int, kwargs: dict[str, Any]) -> Any:
+        """One forward whose tokens are a query: what it misses comes back, before its result counts if the cache is strict.
+
+        A draft's verification and all slices of a long prompt but the last are run as they are.
+        """
+        if cache.drafting or not cache.recall.estimates or not cache.has_cold:
+            return self._run(cache, batch, columns, kwargs)
+        strict = cache.recall.mode == "strict"
+        if strict and columns > 1:
+            self._run(cache, batch, columns, self._scout_arguments(kwargs), attempt="scout")
+        elif strict:
+            outputs = self._run(cache, batch, columns, kwargs, attempt="replayable")
+            if outputs is not None:
+                return outputs
+        if strict:
+            cache.ask_for_pages(wait=True)
+        outputs = self._run(cache, batch, columns, kwargs)
+        if columns > 1 and not strict:
+            cache.ask_for_pages(wait=False)
+        return outputs
+
+    def _scout_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Nobody reads a scout's logits."""
+        keep = {"logits_to_keep": 1} if "logits_to_keep" in self._names else {}
+        return {name: value for name, value in kwargs.items() if name != "labels"} | keep
+
+    def _run(
+        self, cache: TieredCache, batch: int, columns: int, kwargs: dict[str, Any], attempt: Attempt = "final"
+    ) -> Any:
+        """One forward as one step of every session: all of it, or nothing.
+
+        Of a scout nothing is kept but estimates, and so of a replayable step that misses too much: both return None.
+        """
         mask = kwargs.get("attention_mask")
         if mask is not None and not isinstance(mask, torch.Tensor):
             raise ValueError("a TieredCache takes the 2-D attention_mask of padding, not prepared masks")
-        cache.begin_forward(batch, columns, kwargs.get("input_ids"), mask)
+        cache.begin_forward(batch, columns, kwargs.get("input_ids"), mask, scout=attempt == "scout")
         token = _forwarding.set(cache)
         try:
             outputs = self._inner(**kwargs)
@@ -115,6 +148,9 @@ class AttachedModel:
             raise
         finally:
             _forwarding.reset(token)
+        if attempt == "scout" or (attempt == "replayable" and cache.misses_much()):
+            cache.abandon_forward()
+            return None
         cache.end_forward()
         return outputs
 
@@ -139,7 +175,8 @@ class AttachedModel:
             elif keep > 0:
                 # At least one: 0 would mean all of them.
                 part["logits_to_keep"] = max(1, stop - max(start, columns - keep))
-            outputs.append(self._run(cache, batch, stop - start, part))
+            run = self._run_recalling if stop == columns else self._run
+            outputs.append(run(cache, batch, stop - start, part))
         joined = _join(outputs, keep)
         return joined if kwargs.get("return_dict", True) is not False else joined.to_tuple()
 

@@ -6,6 +6,7 @@ row, all rows in one kernel call; `PrefillStep` serves many new tokens, row by r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -14,7 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.attention.contract import PagedAttention, Pages, PoolView
+from tierkv.cold_look import NO_ESTIMATES, NOTHING, WHOLE, ColdLook, Looks, look_at_cold
 from tierkv.geometry import Geometry
+from tierkv.protocol import Audit
+from tierkv.recall import Estimates
+from tierkv.rows import ColdRows
+from tierkv.table import Kind
 
 OBSERVED_QUERIES = 16
 """A prefill chunk's last queries that observe (w of the design): they give a fresh prompt an order."""
@@ -48,13 +54,21 @@ class PagedSession(Protocol):
     def step(self) -> int: ...
     @property
     def pool(self) -> PoolView: ...
+    @property
+    def host(self) -> PoolView: ...
+    @property
+    def has_cold(self) -> bool: ...
 
+    def cold(self, stop: int) -> ColdRows: ...
+    def recall(
+        self, pages: Sequence[int], masses: Sequence[float], seconds: float, wait: bool = True
+    ) -> None: ...
     def reserve(self, tokens: int) -> None: ...
     def begin(self, tokens: int) -> None: ...
     def slots(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]: ...
     def rows(self, stop: int) -> Rows: ...
     def commit(self, token_ids: NDArray[np.int32] | None = None, *, steps: int = 0) -> None: ...
-    def observe(self, mass: NDArray[np.float32]) -> None: ...
+    def observe(self, mass: NDArray[np.float32], audit: Audit | None = None) -> None: ...
     def end(self) -> None: ...
     def rollback(self, length: int) -> None: ...
     def crop(self, length: int) -> None: ...
@@ -83,7 +97,18 @@ class Step(Protocol):
         ...
 
     def masses(self) -> list[NDArray[np.float32]]:
-        """For each row of the step `[session.length]`: mass averaged over layers, NaN where not attended."""
+        """For each row of the step `[session.length]`: shares of attention averaged over heads and layers, 1 in all.
+
+        A token of a cold page has its share of the page's estimate; NaN where nothing is known.
+        """
+        ...
+
+    def estimates(self) -> list[Estimates]:
+        """For each row: its cold pages with a digest, as the last query would attend them."""
+        ...
+
+    def audits(self) -> list[Audit | None]:
+        """For each row, where the step is an audit: what its last query attended, and what it would have."""
         ...
 
 
@@ -91,7 +116,7 @@ class DecodeStep:
     """One new token a row, written before it is attended."""
 
     def __init__(
-        self, attention: PagedAttention, rows: Sequence[NewTokens], batch: int, observed: bool
+        self, attention: PagedAttention, rows: Sequence[NewTokens], batch: int, looks: Looks = NOTHING
     ) -> None:
         self._attention = attention
         self._pool = rows[0].session.pool
@@ -119,7 +144,11 @@ class DecodeStep:
                 np.concatenate(([0], np.cumsum([len(table.offsets) for table in tables]))),
                 sum(lengths),
             )
-        self._mass = np.zeros(self._pages.total_tokens, np.float32) if observed else None
+        self._audits = looks.audit
+        self._lengths = [session.length for session in sessions]
+        masses = looks.masses or looks.audit
+        self._mass = np.zeros(self._pages.total_tokens, np.float32) if masses else None
+        self._cold = look_at_cold(sessions, self._lengths, self._bases, looks)
         self._layers = 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -132,7 +161,10 @@ class DecodeStep:
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
         asked = query[:, :, 0] if self._subset is None else query[self._subset, :, 0]
-        out = self._attention.decode(asked, self._pool, self._pages, layer, scale, None, self._mass).out
+        cold, seen = (None, None) if self._cold is None else (self._cold.cold, self._cold.seen)
+        out = self._attention.decode(
+            asked, self._pool, self._pages, layer, scale, None, self._mass, cold, seen
+        ).out
         self._layers += 1
         if self._subset is None:
             return out.to(query.dtype).unsqueeze(1)
@@ -144,8 +176,24 @@ class DecodeStep:
         if self._mass is None or not self._layers:
             return []
         mass = self._mass / self._layers
-        mass[~_attended(self._pages)] = np.nan
-        return np.split(mass, self._bases[1:])
+        mass[~_covered(self._pages)] = np.nan
+        rows = np.split(mass, self._bases[1:])
+        return rows if self._cold is None else [self._cold.spread(i, row) for i, row in enumerate(rows)]
+
+    def estimates(self) -> list[Estimates]:
+        return [] if self._cold is None else self._cold.estimates()
+
+    def audits(self) -> list[Audit | None]:
+        if not self._audits or self._mass is None:
+            return []
+        if self._cold is None:
+            return [WHOLE] * len(self._lengths)
+        sums, kinds = _sums(self._mass / self._layers, self._pages), self._pages.kinds
+        edges = itertools.pairwise(self._pages.row_starts.tolist())
+        return [
+            self._cold.audit(row, self._lengths[row], sums[first:last], kinds[first:last], self._layers)
+            for row, (first, last) in enumerate(edges)
+        ]
 
 
 class PrefillStep:
@@ -154,19 +202,23 @@ class PrefillStep:
     `rows` is empty where every new column is padding (the first slice of a batch padded to some multiple).
     """
 
-    def __init__(self, attention: PagedAttention, rows: Sequence[NewTokens], observed: bool) -> None:
+    def __init__(self, attention: PagedAttention, rows: Sequence[NewTokens], looks: Looks = NOTHING) -> None:
         self._attention = attention
         self._pools = [new.session.pool for new in rows]
         self._rows = rows
         self._columns = [None if new.columns is None else torch.from_numpy(new.columns) for new in rows]
         self._slots = [new.session.slots(new.session.length - new.tokens, new.session.length) for new in rows]
         self._pages: list[Pages] = []
+        self._cold: list[ColdLook | None] = []
         for new in rows:
             past = new.session.length - new.tokens
             table = new.session.rows(past)
             edges = np.array((0, len(table.offsets)), np.int64)
             self._pages.append(Pages(table.offsets, table.kinds, table.counts, table.starts, edges, past))
-        self._mass = [np.zeros(new.session.length, np.float32) for new in rows] if observed else None
+            self._cold.append(look_at_cold([new.session], [past], [0], looks))
+        self._audits = looks.audit
+        masses = looks.masses or looks.audit
+        self._mass = [np.zeros(new.session.length, np.float32) for new in rows] if masses else None
         self._layers = 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -182,14 +234,15 @@ class PrefillStep:
     ) -> torch.Tensor:
         batch, heads, columns, head_dim = query.shape
         result = query.new_zeros(batch, columns, heads, head_dim)
-        for index, (new, picked, pages) in enumerate(
-            zip(self._rows, self._columns, self._pages, strict=True)
+        for index, (new, picked, pages, look) in enumerate(
+            zip(self._rows, self._columns, self._pages, self._cold, strict=True)
         ):
             row = new.row
+            cold, seen = (None, None) if look is None else (look.cold, look.seen)
             out = self._attention.prefill(
                 _pick(query[row], picked), _pick(keys[row], picked), _pick(values[row], picked),
                 self._pools[index], pages, layer, scale,
-                None if self._mass is None else self._mass[index], min(OBSERVED_QUERIES, new.tokens),
+                None if self._mass is None else self._mass[index], min(OBSERVED_QUERIES, new.tokens), cold, seen,
             ).out.transpose(0, 1).to(query.dtype)  # fmt: skip
             if picked is None:
                 result[row] = out
@@ -201,10 +254,30 @@ class PrefillStep:
     def masses(self) -> list[NDArray[np.float32]]:
         if self._mass is None or not self._layers:
             return []
-        for mass, pages in zip(self._mass, self._pages, strict=True):
-            mass /= self._layers
-            mass[: pages.total_tokens][~_attended(pages)] = np.nan
-        return self._mass
+        masses = []
+        for sums, pages, look in zip(self._mass, self._pages, self._cold, strict=True):
+            mass = sums / self._layers
+            mass[: pages.total_tokens][~_covered(pages)] = np.nan
+            masses.append(mass if look is None else look.spread(0, mass))
+        return masses
+
+    def estimates(self) -> list[Estimates]:
+        return [NO_ESTIMATES if look is None else look.estimates()[0] for look in self._cold]
+
+    def audits(self) -> list[Audit | None]:
+        if not self._audits or self._mass is None:
+            return []
+        found = []
+        for new, mass, pages, look in zip(self._rows, self._mass, self._pages, self._cold, strict=True):
+            if look is None:
+                found.append(WHOLE)
+                continue
+            sums = np.append(
+                _sums(mass / self._layers, pages), mass[pages.total_tokens :].sum() / self._layers
+            )
+            kinds = np.append(pages.kinds, np.int8(Kind.EXACT))  # the chunk's own tokens, as one more page
+            found.append(look.audit(0, new.session.length, sums, kinds, self._layers))
+        return found
 
 
 def _pick(heads: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
@@ -212,7 +285,16 @@ def _pick(heads: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
     return heads if columns is None else heads.index_select(1, columns)
 
 
-def _attended(pages: Pages) -> NDArray[np.bool_]:
+def _sums(mass: NDArray[np.float32], pages: Pages) -> NDArray[np.float32]:
+    """`[pages]`: the mass of each page's tokens."""
+    ends = np.concatenate(([0.0], np.cumsum(mass, dtype=np.float64)))
+    sums: NDArray[np.float32] = (ends[pages.token_starts + pages.counts] - ends[pages.token_starts]).astype(
+        np.float32
+    )
+    return sums
+
+
+def _covered(pages: Pages) -> NDArray[np.bool_]:
     """`[total_tokens]`: which tokens lie in an attendable page."""
     edges = np.zeros(pages.total_tokens + 1, np.int32)
     np.add.at(edges, pages.token_starts, 1)
@@ -221,4 +303,13 @@ def _attended(pages: Pages) -> NDArray[np.bool_]:
     return covered
 
 
-__all__ = ["OBSERVED_QUERIES", "DecodeStep", "NewTokens", "PagedSession", "PrefillStep", "Rows", "Step"]
+__all__ = [
+    "OBSERVED_QUERIES",
+    "DecodeStep",
+    "Looks",
+    "NewTokens",
+    "PagedSession",
+    "PrefillStep",
+    "Rows",
+    "Step",
+]

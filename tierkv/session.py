@@ -64,7 +64,8 @@ from tierkv.protocol import (
 from tierkv.regions import Region, Run, parse_region
 from tierkv.rows import ColdRows, PageRows, PageTable
 from tierkv.table import Kind, lay_out, pages_needed
-from tierkv.waiting import failed, give, refuse, wait
+from tierkv.waiting import failed, give, refuse
+from tierkv.waiting import wait as wait_for
 
 if (
     TYPE_CHECKING
@@ -369,24 +370,30 @@ class Session:
                 raise
         self._result(answer, deadline, "crop")
 
-    def recall(self, pages: Sequence[int], masses: Sequence[float], seconds: float) -> None:
-        """Bring cold pages (ids, most wanted first) back as low-bit replicas, between steps; waits for them.
+    def recall(
+        self, pages: Sequence[int], masses: Sequence[float], seconds: float, wait: bool = True
+    ) -> None:
+        """Bring cold pages (ids, most wanted first) back as low-bit replicas.
 
         Pages that cannot be had (no room that colder pages could make, or `seconds` are over) stay cold: that is no error.
 
         Args:
             masses: estimated shares of attention; only pages with less give way.
-            seconds: how long to wait at most.
+            seconds: how long it may take.
+            wait: for them, between steps; else they come as a plan, which a later `begin` adopts.
         """
         deadline = time.monotonic() + self._daemon.timeout + seconds
         answer: Future[Result] = Future()
         with self._changed:
             self._check()
-            if self._in_step:
-                raise RequestError("recall is asked for between steps: end() or roll back first")
             op = Recall(self.id, list(pages), list(masses), seconds)
+            if not wait:
+                self._daemon.submit(Call(op, lambda result: None, self.id), wake=not self._in_step)
+                return
+            if self._in_step:
+                raise RequestError("pages are waited for between steps: end() or roll back first")
             self._daemon.submit(Call(op, partial(give, answer), self.id))
-        result = wait(answer, deadline, self._daemon, "recall")
+        result = wait_for(answer, deadline, self._daemon, "recall")
         if not isinstance(result, Ready):
             raise failed(result)
         with self._changed:
@@ -668,7 +675,7 @@ class Session:
         give(answer, result)
 
     def _result(self, answer: Future[Result], deadline: float, what: str) -> None:
-        result = wait(answer, deadline, self._daemon, what)
+        result = wait_for(answer, deadline, self._daemon, what)
         if not isinstance(result, (Done, Table)):
             raise failed(result)
 
@@ -692,7 +699,7 @@ def make_session(
 
         daemon.submit(Call(op, answered, parent, deadline=deadline))
         try:
-            return wait(answer, deadline, daemon, "fork" if isinstance(op, Fork) else "open")
+            return wait_for(answer, deadline, daemon, "fork" if isinstance(op, Fork) else "open")
         except Backpressure as refusal:
             if time.monotonic() + refusal.retry_after >= deadline:
                 raise

@@ -26,7 +26,9 @@ from transformers.masking_utils import sdpa_mask
 import tierkv.attention
 from tierkv.attention.contract import PagedAttention
 from tierkv.errors import GeometryMismatch, UnsupportedModel
-from tierkv.paged_step import DecodeStep, NewTokens, PagedSession, PrefillStep, Step
+from tierkv.paged_step import DecodeStep, Looks, NewTokens, PagedSession, PrefillStep, Step
+from tierkv.protocol import Audit
+from tierkv.recall import Estimates, RecallMode, RecallOptions
 
 IMPLEMENTATION = "tierkv"
 """Name of the attention implementation in transformers' registries."""
@@ -36,6 +38,9 @@ CHUNK_TOKENS = 256
 
 CHUNK_POOL_SHARE = 4
 """A slice takes at most one part in this many of the HBM pool: earlier pages and the next slice need room too."""
+
+REPLAY_REST = 8
+"""Decode steps after pages were asked for in which no step is replayed: what did not come then will not come now."""
 
 _HANDLE = "tierkv_layer"
 
@@ -95,6 +100,7 @@ class _Finished(NamedTuple):
     session: PagedSession
     token_ids: NDArray[np.int32] | None
     mass: NDArray[np.float32] | None
+    audit: Audit | None
     steps: int
 
 
@@ -107,6 +113,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             tokens are continued.
         attention: an implementation of `tierkv.attention`, or its name.
         chunk_tokens: new tokens a forward takes at most; default 256, less when the HBM pool is small.
+        recall: how pages that left HBM are attended all the same (`tierkv.recall`): a mode, or all its options.
 
     Raises:
         GeometryMismatch: the sessions' pages differ in shape.
@@ -121,6 +128,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         *,
         attention: PagedAttention | str = "cpu",
         chunk_tokens: int | None = None,
+        recall: RecallMode | RecallOptions = "direct",
     ) -> None:
         self.sessions: list[PagedSession] = list(sessions) if isinstance(sessions, Sequence) else [sessions]
         if not self.sessions:
@@ -139,6 +147,13 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.padded_length = max(session.length for session in self.sessions)
         self._pads = [list(range(self.padded_length - session.length)) for session in self.sessions]
         self._chunk_tokens = chunk_tokens
+        self.recall = recall if isinstance(recall, RecallOptions) else RecallOptions(recall)
+        self.audits: list[Audit] = []
+        """What the audits of this cache found, in order: one for each row and audit."""
+        self._observations = 0
+        self._estimates: list[Estimates] = []
+        self._estimated: list[NewTokens] = []
+        self._asked_at = -1  # padded length at which pages were last asked for
         self._bound: object | None = None
         self._step: Step | None = None
         self._rows: list[NewTokens] = []
@@ -232,6 +247,33 @@ class TieredCache(Cache):  # type: ignore[misc]
         share = session.pool.data.size // (CHUNK_POOL_SHARE * session.geometry.token_bytes * rows)
         return max(session.geometry.page_tokens, min(CHUNK_TOKENS, share))
 
+    @property
+    def has_cold(self) -> bool:
+        """Some row has pages that left HBM."""
+        return any(session.has_cold for session in self.sessions)
+
+    @property
+    def drafting(self) -> bool:
+        """Tokens are drafts that wait for a `crop`."""
+        return self._holding
+
+    def misses_much(self) -> bool:
+        """The running forward expects more of cold pages than `recall.missing`, and none were asked for just before."""
+        self._keep_estimates(self.running_step)
+        best = (sum(found.best(self.recall.pages)[1]) for found in self._estimates)
+        rested = self.padded_length - self._asked_at >= REPLAY_REST
+        return rested and max(best, default=0.0) >= self.recall.missing
+
+    def ask_for_pages(self, wait: bool) -> None:
+        """Ask the daemon for the cold pages that the last forward expects most of; with `wait`, until they are there."""
+        if not self.recall.pages:
+            return
+        self._asked_at = self.padded_length
+        for new, found in zip(self._estimated, self._estimates, strict=True):
+            pages, masses = found.best(self.recall.pages)
+            if pages:
+                new.session.recall(pages, masses, self.recall.seconds, wait)
+
     def serves(self, owner: object) -> bool:
         return self._bound is owner
 
@@ -262,13 +304,19 @@ class TieredCache(Cache):  # type: ignore[misc]
             self.activate_past_recording()
 
     def begin_forward(
-        self, batch: int, columns: int, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+        self,
+        batch: int,
+        columns: int,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        scout: bool = False,
     ) -> None:
         """Lay out `columns` new columns of `batch` rows.
 
         Args:
             input_ids: `[batch, columns]`, for the commit; None when embeddings were given.
             attention_mask: `[batch, padded_length + columns]`, 0 where a column is padding; None: no padding.
+            scout: the forward will be abandoned; only its estimates matter.
 
         Raises:
             ValueError: batch or mask do not fit what the cache holds.
@@ -287,7 +335,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             for new in rows:
                 self._rows.append(new)
                 new.session.begin(new.tokens)
-            self._build_step(batch)
+            self._build_step(batch, scout)
         except BaseException:
             self.abandon_forward()
             raise
@@ -306,12 +354,16 @@ class TieredCache(Cache):  # type: ignore[misc]
         step, rows, self._step, self._undo = self.running_step, self._rows, None, []
         decoded = self._columns == 1 or (self._holding and self.padded_length > 0)
         masses: list[NDArray[np.float32]] = step.masses() if any(self._observed) else []
+        audits = step.audits()
+        self.audits += [audit for audit in audits if audit is not None]
+        self._keep_estimates(step)
         for index, new in enumerate(rows):
             ids = None
             if self._ids is not None:
                 ids = self._ids[new.row] if new.columns is None else self._ids[new.row, new.columns]
             mass = masses[index] if masses and self._observed[index] else None
-            self._held.append(_Finished(new.session, ids, mass, int(decoded)))
+            audit = audits[index] if audits else None
+            self._held.append(_Finished(new.session, ids, mass, audit, int(decoded)))
         if self._real is not None:
             for pads, real in zip(self._pads, self._real, strict=True):
                 pads.extend((np.flatnonzero(~real) + self.padded_length).tolist())
@@ -324,6 +376,8 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def abandon_forward(self) -> None:
         """The forward failed: its tokens are gone, the sessions stand at their horizon."""
+        if self._step is not None:
+            self._keep_estimates(self._step)
         rows, self._rows, self._step, self._ids = self._rows, [], None, None
         for new in rows:
             if new.session.length > new.session.horizon:
@@ -339,24 +393,42 @@ class TieredCache(Cache):  # type: ignore[misc]
     def _own_layers(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, TieredLayer)]
 
-    def _build_step(self, batch: int) -> None:
+    def _build_step(self, batch: int, scout: bool) -> None:
+        recall = self.recall
         if self._columns > 1 or not self._rows:
-            self._observed = [True] * len(self._rows)
-            self._step = PrefillStep(self.attention, self._rows, observed=True)
+            self._observed = [not scout] * len(self._rows)
+            read = recall.chunk_read if recall.reads else 0
+            looks = Looks(not scout, recall.estimates, read, self._audit_is_due(scout))
+            self._step = PrefillStep(self.attention, self._rows, looks)
             return
         # The step that this forward will be is session.step + 1.
         self._observed = [(n.session.step + 1) % max(1, n.session.observe_every) == 0 for n in self._rows]
-        self._step = DecodeStep(self.attention, self._rows, batch, any(self._observed))
+        observed = any(self._observed)
+        estimates = recall.mode == "strict" or (recall.estimates and observed)
+        audit = observed and self._audit_is_due(scout)
+        looks = Looks(observed, estimates, recall.read if recall.reads else 0, audit)
+        self._step = DecodeStep(self.attention, self._rows, batch, looks)
+
+    def _audit_is_due(self, scout: bool) -> bool:
+        """Counts observations; every so many of them is an audit."""
+        if scout or not self.recall.audit_every:
+            return False
+        self._observations += 1
+        return self._observations % self.recall.audit_every == 0
+
+    def _keep_estimates(self, step: Step) -> None:
+        self._estimates = step.estimates()
+        self._estimated = self._rows if self._estimates else []
 
     def _settle(self) -> None:
         """Commit what is held; `crop` may have shortened it."""
         held, self._held = self._held, []
-        for session, ids, mass, steps in held:
+        for session, ids, mass, audit, steps in held:
             fresh = session.length - session.horizon
             if fresh > 0:
                 session.commit(None if ids is None else ids[:fresh], steps=steps)
                 if mass is not None:
-                    session.observe(mass[: session.length])
+                    session.observe(mass[: session.length], audit)
 
     def _fit_batch(self, batch: int) -> None:
         rows = len(self.sessions)

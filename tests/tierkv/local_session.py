@@ -7,6 +7,7 @@ out, a commit of nothing, a rollback below the horizon or a call on a closed ses
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,9 @@ import tierkv.quant
 from tierkv.attention.contract import PoolView
 from tierkv.errors import OutOfCapacity
 from tierkv.geometry import Geometry
+from tierkv.protocol import Audit
 from tierkv.regions import Region, Run, parse_region
+from tierkv.rows import ColdRows
 from tierkv.table import Kind, lay_out
 
 
@@ -69,6 +72,18 @@ class LocalSession:
         self.observations: list[tuple[int, NDArray[np.float32]]] = []  # (step, mass)
         self.cropped = 0  # crops below the horizon
 
+    has_cold = False  # every page is exact
+
+    @property
+    def host(self) -> PoolView:
+        return self.pool
+
+    def cold(self, stop: int) -> ColdRows:
+        raise AssertionError("there are no cold pages")
+
+    def recall(self, pages: Sequence[int], masses: Sequence[float], seconds: float, wait: bool = True) -> None:
+        raise AssertionError("there are no cold pages")
+
     def label(self, region: str | Region, tokens: int) -> None:
         self.labels.append(Run(parse_region(region), tokens))
 
@@ -118,7 +133,7 @@ class LocalSession:
         self.step += steps
         self.commits.append((fresh, steps))
 
-    def observe(self, mass: NDArray[np.float32]) -> None:
+    def observe(self, mass: NDArray[np.float32], audit: Audit | None = None) -> None:
         assert mass.dtype == np.float32 and mass.shape == (self.length,)
         self.observations.append((self.step, mass.copy()))
 
