@@ -275,8 +275,11 @@ class TieredCache(Cache):  # type: ignore[misc]
             CapacityError: no pages could be had; nothing is kept.
         """
         self._settle()
-        self._fit_batch(batch)
+        rows_before = len(self.sessions)
+        self._check_batch(batch)
         self._real = self._real_columns(batch, columns, attention_mask)
+        if batch != rows_before:
+            self._select([row * rows_before // batch for row in range(batch)])
         self._undo = [(layer, dict(vars(layer))) for layer in self._own_layers()]
         self._columns, self._rows = columns, []
         try:
@@ -290,6 +293,8 @@ class TieredCache(Cache):  # type: ignore[misc]
             self._build_step(batch)
         except BaseException:
             self.abandon_forward()
+            if batch != rows_before:
+                self._select(list(range(0, batch, batch // rows_before)))
             raise
         self._ids = None if input_ids is None else input_ids.numpy(force=True).astype(np.int32, copy=False)
 
@@ -358,13 +363,10 @@ class TieredCache(Cache):  # type: ignore[misc]
                 if mass is not None:
                     session.observe(mass[: session.length])
 
-    def _fit_batch(self, batch: int) -> None:
+    def _check_batch(self, batch: int) -> None:
         rows = len(self.sessions)
-        if batch == rows:
-            return
-        if batch < rows or batch % rows or self._own_layers_hold_tokens():
+        if batch != rows and (batch < rows or batch % rows or self._own_layers_hold_tokens()):
             raise ValueError(f"a batch of {batch} rows does not fit a TieredCache of {rows} sessions")
-        self._select([row for row in range(rows) for _ in range(batch // rows)])
 
     def _own_layers_hold_tokens(self) -> bool:
         return self.padded_length > 0 and bool(self._own_layers())
@@ -382,8 +384,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         real = whole[:, self.padded_length :] != 0
         if columns > 1 and self.padded_length:
             seen = np.ones((batch, self.padded_length), bool)
-            for row, pads in enumerate(self._pads):
-                seen[row, pads] = False
+            for row in range(batch):
+                seen[row, self._pads[row * len(self._pads) // batch]] = False
             if not np.array_equal(whole[:, : self.padded_length] != 0, seen):
                 raise ValueError(
                     "attention_mask hides or shows cached columns otherwise than when they were written"
@@ -399,7 +401,16 @@ class TieredCache(Cache):  # type: ignore[misc]
         for row, source in enumerate(order):
             if source not in keeper or row == source:
                 keeper[source] = row
-        self.sessions = [old[src] if keeper[src] == row else old[src].fork() for row, src in enumerate(order)]
+        rows: list[PagedSession] = []
+        try:
+            for row, source in enumerate(order):
+                rows.append(old[source] if keeper[source] == row else old[source].fork())
+        except BaseException:
+            for row, session in enumerate(rows):
+                if keeper[order[row]] != row:
+                    session.close()
+            raise
+        self.sessions = rows
         self._pads = [list(old_pads[source]) for source in order]
         for row, session in enumerate(old):
             if row not in keeper:
