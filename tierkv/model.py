@@ -94,6 +94,11 @@ class AttachedModel:
         if tokens is None:
             raise ValueError("forward needs input_ids or inputs_embeds")
         batch, columns = tokens.shape[:2]
+        cache.begin_call()
+        past = cache.padded_length
+        if cache.verifies_drafts and 0 < past < columns and _starts_over(kwargs, columns, past):
+            # Assisted decoding hands over the whole text again, whatever the cache holds; it reads the last logits.
+            kwargs, columns = _cut(kwargs, past, columns, columns, 0), columns - past
         if not cache.serves(self):
             cache.bind(self, model_support.own_layers(self.model), self._num_layers)
         chunk = cache.chunk_tokens(batch)
@@ -152,6 +157,14 @@ def attach(model: PreTrainedModel) -> AttachedModel:
     """
     attached = getattr(model, _ATTACHED, None)
     return attached if isinstance(attached, AttachedModel) else AttachedModel(model)
+
+
+def _starts_over(kwargs: dict[str, Any], columns: int, past: int) -> bool:
+    """Whether mask or positions say that the columns begin at the text's first token, which the cache holds."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None:
+        return isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == columns
+    return positions is not None and positions.ndim == 2 and int(positions[0, 0]) < past
 
 
 def _slices(columns: int, chunk: int) -> Iterator[tuple[int, int]]:

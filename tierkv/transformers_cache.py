@@ -131,6 +131,11 @@ class TieredCache(Cache):  # type: ignore[misc]
                 raise GeometryMismatch(
                     f"rows of one cache share a geometry; got {session.geometry} and {geometry}"
                 )
+            if session.length != session.horizon:
+                raise ValueError(
+                    f"the session's last {session.length - session.horizon} tokens are tentative: commit them or roll "
+                    "them back; another TieredCache may still verify drafts in it (its crop(0) accepts them)"
+                )
             if session.pool.data.ctypes.data != self.sessions[0].pool.data.ctypes.data:
                 raise ValueError(
                     "rows of one cache must be sessions of one client: a kernel call reads one pool"
@@ -231,6 +236,20 @@ class TieredCache(Cache):  # type: ignore[misc]
         session = self.sessions[0]
         share = session.pool.data.size // (CHUNK_POOL_SHARE * session.geometry.token_bytes * rows)
         return max(session.geometry.page_tokens, min(CHUNK_TOKENS, share))
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether the tokens of a call stay tentative until the `crop` that follows it."""
+        return self._holding
+
+    def begin_call(self) -> None:
+        """A call of the model begins (in slices, several forwards). What no `crop` followed was not a draft.
+
+        transformers never says that it stopped verifying drafts: generating without drafts afterwards would leave its
+        last token tentative.
+        """
+        if self._held:
+            self._holding = False
 
     def serves(self, owner: object) -> bool:
         return self._bound is owner

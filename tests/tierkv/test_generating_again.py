@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from tests.tierkv.local_session import LocalPool, LocalSession
-from tests.tierkv.tiny_models import CACHE, build, expected, greedy, longer, prompt, tiered
-from tests.tierkv.ways import plain
+from tests.tierkv.tiny_models import (
+    CACHE,
+    NEW,
+    build,
+    expected,
+    greedy,
+    local_sessions,
+    longer,
+    prompt,
+    tiered,
+)
+from tests.tierkv.ways import SAMPLE, SEED, Inputs, attached, plain
 from tierkv.errors import OutOfCapacity
 from tierkv.model import attach
 from tierkv.transformers_cache import TieredCache
+
+WITHOUT_WINDOWS = ["llama", "qwen2", "qwen3", "mistral"]
+ARCHITECTURES = [*WITHOUT_WINDOWS, "qwen2-windows", "gemma2-uncapped"]
+LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
 
 
 @pytest.fixture
@@ -21,6 +37,144 @@ def llama() -> PreTrainedModel:
 
 def open_sessions(pool: LocalPool) -> list[LocalSession]:
     return [session for session in pool.sessions if not session.closed]
+
+
+def held(cache: TieredCache) -> Inputs:
+    """The texts that the rows of a cache hold. After beams these are some that ran, in no promised order."""
+    ids = torch.tensor([session.token_ids for session in local_sessions(cache)])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def sampled(model: PreTrainedModel, inputs: Inputs, cache: Any) -> torch.Tensor:
+    torch.manual_seed(SEED)
+    return greedy(model, inputs, cache, num_return_sequences=2, **SAMPLE)
+
+
+# Another turn --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_second_turn_goes_on_from_every_beam(name: str) -> None:
+    cache = tiered(attached(name))
+    greedy(attached(name).model, prompt(19), cache, num_beams=4)
+    second = longer(held(cache), prompt(9, 9, 9, 9, seed=2)["input_ids"])
+    assert len({tuple(row) for row in second["input_ids"][:, 19:-9].tolist()}) > 1
+    assert torch.equal(greedy(attached(name).model, second, cache), expected(plain(name), second))
+
+
+@pytest.mark.parametrize("name", WITHOUT_WINDOWS)
+def test_a_second_turn_after_the_best_beam_goes_on_from_the_prompt(name: str) -> None:
+    """transformers does not say which beam a row holds, and the best one may be gone; the prompt is in every row."""
+    model, cache = attached(name).model, tiered(attached(name))
+    best = greedy(model, prompt(19), cache, num_beams=4)
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.crop(19 - cache.get_seq_length())
+    second = longer({"input_ids": best, "attention_mask": torch.ones(1, 19)}, prompt(7, seed=4)["input_ids"])
+    assert torch.equal(greedy(model, second, cache), expected(plain(name), second))
+    assert open_sessions(local_sessions(cache)[0]._pool) == cache.sessions
+
+
+@pytest.mark.parametrize("name", WITHOUT_WINDOWS)
+def test_the_beam_that_survives_is_sampled_from(name: str) -> None:
+    model, cache = attached(name).model, tiered(attached(name))
+    greedy(model, prompt(19), cache, num_beams=4)
+    kept = local_sessions(cache)[2]
+    cache.batch_select_indices(torch.tensor([2]))
+    assert cache.sessions == [kept]
+    second = longer(held(cache), prompt(7, seed=4)["input_ids"])
+    want = sampled(plain(name), second, DynamicCache(config=plain(name).config))
+    cache = TieredCache(kept)
+    assert torch.equal(sampled(model, second, cache), want)
+    assert len(cache.sessions) == 2 == len(open_sessions(kept._pool))
+
+
+@pytest.mark.parametrize("first", [LOOKUP, {}], ids=["after lookup", "after greedy"])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole text", "new text"])
+def test_prompt_lookup_goes_on_with_a_session(
+    llama: PreTrainedModel, first: dict[str, Any], whole: bool
+) -> None:
+    """Given the whole text, transformers feeds it on top of what its own cache holds, and answers wrongly."""
+    inputs = {name: tensor.repeat(1, 4) for name, tensor in prompt(12).items()}
+    cache = tiered(attach(llama))
+    said = greedy(llama, inputs, cache, **first)
+    second = longer(inputs | {"input_ids": said}, prompt(12)["input_ids"])
+    want = expected(plain("llama"), second)[:, -NEW:]
+    if not whole:
+        second["input_ids"] = second["input_ids"][:, cache.get_seq_length() :]
+    assert torch.equal(greedy(llama, second, cache, **LOOKUP)[:, -NEW:], want)
+    (session,) = local_sessions(cache)
+    assert session.horizon == session.length == second["attention_mask"].shape[1] + NEW - 1
+
+
+def test_prompt_lookup_goes_on_with_a_padded_session(llama: PreTrainedModel) -> None:
+    inputs = {name: torch.nn.functional.pad(tensor, (5, 0)) for name, tensor in prompt(30).items()}
+    cache = tiered(attach(llama))
+    second = longer(inputs | {"input_ids": greedy(llama, inputs, cache)}, prompt(12)["input_ids"])
+    assert torch.equal(greedy(llama, second, cache, **LOOKUP), expected(plain("llama"), second))
+
+
+@pytest.mark.parametrize("new", [1, 2, 8])
+def test_generating_without_drafts_after_drafts_leaves_nothing_tentative(
+    llama: PreTrainedModel, new: int
+) -> None:
+    inputs = {name: tensor.repeat(1, 4) for name, tensor in prompt(12).items()}
+    cache = tiered(attach(llama))
+    said = greedy(llama, inputs, cache, **LOOKUP)
+    second = longer(inputs | {"input_ids": said}, prompt(9, seed=2)["input_ids"])
+    want = expected(plain("llama"), second, max_new_tokens=new)
+    assert torch.equal(greedy(llama, second, cache, max_new_tokens=new), want)
+    (session,) = local_sessions(cache)
+    if new == 1:  # one call: nothing told the cache that no crop would follow
+        with pytest.raises(ValueError, match="tentative"):
+            TieredCache(session)
+        cache.crop(0)
+    assert session.horizon == session.length == second["input_ids"].shape[1] + new - 1
+    third = longer(second | {"input_ids": want}, prompt(5, seed=3)["input_ids"])
+    assert torch.equal(greedy(llama, third, TieredCache(session)), expected(plain("llama"), third))
+
+
+def test_a_session_that_holds_tokens_is_sampled_in_three_ways(llama: PreTrainedModel) -> None:
+    inputs = prompt(30)
+    cache = tiered(attach(llama))
+    llama(**{name: tensor[:, :25] for name, tensor in inputs.items()}, **{CACHE: cache})
+    want = sampled(plain("llama"), inputs, DynamicCache())
+    assert torch.equal(sampled(llama, inputs, cache), want)
+
+
+def after_a_refusal(model: PreTrainedModel, cache: TieredCache, first: Inputs, said: torch.Tensor) -> None:
+    """Nothing was lost: the next turn is as if nobody had tried."""
+    second = longer(first | {"input_ids": said}, prompt(*[9] * len(said), seed=2)["input_ids"])
+    assert torch.equal(greedy(model, second, cache), expected(plain("llama"), second))
+
+
+# What transformers refuses -------------------------------------------------------------------------------------------
+
+MOVED_OUT = {
+    "group beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    "constrained beams": {"num_beams": 3, "force_words_ids": [[4]]},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "DoLa": {"dola_layers": "low"},
+}
+"""Ways that transformers moved out of its tree, to code that it would download."""
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **{name: (options, "trust_remote_code") for name, options in MOVED_OUT.items()},
+    "beams one after another": ({"num_beams": 2, "low_memory": True}, "low_memory"),
+    "no room to generate": ({"max_length": 10, "max_new_tokens": None}, "max_length"),
+    "drafts for a batch": (LOOKUP, "batch_size = 1"),
+    "another cache": ({"cache_implementation": "static"}, "cache_implementation"),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_what_transformers_refuses_leaves_the_sessions_as_they_were(llama: PreTrainedModel, way: str) -> None:
+    options, message = REFUSED[way]
+    inputs = prompt(30, 21)
+    cache = tiered(attach(llama), rows=2)
+    said = greedy(llama, inputs, cache)
+    with pytest.raises(ValueError, match=message):
+        greedy(llama, prompt(60, 40), cache, **options)
+    after_a_refusal(llama, cache, inputs, said)
 
 
 # No room for the forks -----------------------------------------------------------------------------------------------
