@@ -393,6 +393,10 @@ class TieredCache(Cache):  # type: ignore[misc]
     def _real_columns(self, batch: int, columns: int, mask: torch.Tensor | None) -> NDArray[np.bool_] | None:
         """`[batch, columns]`: False where a new column is padding; None when none is."""
         if mask is None:
+            if any(self._pads):
+                raise ValueError(
+                    "the rows of this TieredCache hold padding: give the attention_mask of all columns, cached and new"
+                )
             return None
         if mask.ndim != 2 or mask.shape != (batch, self.padded_length + columns):
             raise ValueError(

@@ -141,10 +141,79 @@ def test_a_session_that_holds_tokens_is_sampled_in_three_ways(llama: PreTrainedM
     assert torch.equal(sampled(llama, inputs, cache), want)
 
 
+# What transformers answers wrongly -----------------------------------------------------------------------------------
+
+
 def after_a_refusal(model: PreTrainedModel, cache: TieredCache, first: Inputs, said: torch.Tensor) -> None:
     """Nothing was lost: the next turn is as if nobody had tried."""
     second = longer(first | {"input_ids": said}, prompt(*[9] * len(said), seed=2)["input_ids"])
     assert torch.equal(greedy(model, second, cache), expected(plain("llama"), second))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_same_prompt_again_is_refused(llama: PreTrainedModel, rows: int) -> None:
+    """transformers would go on after the first answer with a part of the prompt."""
+    inputs = prompt(30, 21) if rows == 2 else prompt(30)
+    cache = tiered(attach(llama), rows=rows)
+    said = greedy(llama, inputs, cache)
+    with pytest.raises(ValueError, match=r"position_ids start below|attention_mask is"):
+        greedy(llama, inputs, cache)
+    after_a_refusal(llama, cache, inputs, said)
+    cache.reset()
+    assert torch.equal(greedy(llama, inputs, cache), said)
+
+
+@pytest.mark.parametrize("lengths", [(30,), (30, 21)])
+def test_a_cache_that_is_not_to_be_used_is_refused(llama: PreTrainedModel, lengths: tuple[int, ...]) -> None:
+    """transformers would feed the whole text again at every token, on top of what the cache holds."""
+    inputs = prompt(*lengths)
+    cache = tiered(attach(llama), rows=len(lengths))
+    said = greedy(llama, inputs, cache)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        greedy(llama, inputs, tiered(attach(llama), rows=len(lengths)), use_cache=False)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        greedy(llama, longer(inputs, said[:, -5:]), cache, use_cache=False)
+    after_a_refusal(llama, cache, inputs, said)
+
+
+def test_padding_on_the_right_is_refused_where_its_logits_count(llama: PreTrainedModel) -> None:
+    inputs = prompt(20, 20)
+    inputs["attention_mask"][1, 12:] = 0
+    cache = tiered(attach(llama), rows=2, chunk_tokens=8)
+    with pytest.raises(ValueError, match="pad on the left"):
+        greedy(llama, inputs, cache)
+    assert [session.length for session in cache.sessions] == [0, 0]
+    # Someone who reads the logits of each row's last token may pad on the right.
+    with torch.no_grad():
+        got, want = (model(**inputs, **{CACHE: c}).logits for model, c in
+                     ((llama, cache), (plain("llama"), DynamicCache())))  # fmt: skip
+    torch.testing.assert_close(got[1, :12], want[1, :12], atol=1e-4, rtol=0)
+
+
+def test_padding_that_nobody_masks_is_refused(llama: PreTrainedModel) -> None:
+    """transformers would attend to it."""
+    inputs = prompt(20, 12)
+    cache = tiered(attach(llama), rows=2)
+    said = greedy(llama, inputs, cache)
+    for columns in (1, 4):
+        with pytest.raises(ValueError, match="hold padding"):
+            llama(prompt(columns, columns, seed=3)["input_ids"], **{CACHE: cache})
+    after_a_refusal(llama, cache, inputs, said)
+
+
+def test_a_row_that_ended_cannot_hide_its_padding_later(llama: PreTrainedModel) -> None:
+    """Rows that ended are fed padding as tokens. A mask that hides it later is refused, one that shows it is right."""
+    inputs = prompt(30, 12)
+    end = int(expected(plain("llama"), inputs)[0, 30 + 5])
+    cache = tiered(attach(llama), rows=2)
+    said = greedy(llama, inputs, cache, eos_token_id=end)
+    assert said[0, -1] == 0
+    second = longer(inputs | {"input_ids": said}, prompt(9, 9, seed=2)["input_ids"])
+    hiding = second["attention_mask"].clone()
+    hiding[0, 30 + 6 : said.shape[1]] = 0
+    with pytest.raises(ValueError, match="hides or shows"):
+        greedy(llama, second | {"attention_mask": hiding}, cache)
+    after_a_refusal(llama, cache, inputs, said)
 
 
 # What transformers refuses -------------------------------------------------------------------------------------------
