@@ -20,7 +20,7 @@ from tests.tierkv.tiny_models import (
     prompt,
     tiered,
 )
-from tests.tierkv.ways import SAMPLE, SEED, Inputs, attached, plain
+from tests.tierkv.ways import Inputs, attached, plain, sampled
 from tierkv.errors import OutOfCapacity
 from tierkv.model import attach
 from tierkv.transformers_cache import TieredCache
@@ -43,11 +43,6 @@ def held(cache: TieredCache) -> Inputs:
     """The texts that the rows of a cache hold. After beams these are some that ran, in no promised order."""
     ids = torch.tensor([session.token_ids for session in local_sessions(cache)])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def sampled(model: PreTrainedModel, inputs: Inputs, cache: Any) -> torch.Tensor:
-    torch.manual_seed(SEED)
-    return greedy(model, inputs, cache, num_return_sequences=2, **SAMPLE)
 
 
 # Another turn --------------------------------------------------------------------------------------------------------
@@ -82,9 +77,9 @@ def test_the_beam_that_survives_is_sampled_from(name: str) -> None:
     cache.batch_select_indices(torch.tensor([2]))
     assert cache.sessions == [kept]
     second = longer(held(cache), prompt(7, seed=4)["input_ids"])
-    want = sampled(plain(name), second, DynamicCache(config=plain(name).config))
+    want = sampled(plain(name), second, DynamicCache(config=plain(name).config), 2)
     cache = TieredCache(kept)
-    assert torch.equal(sampled(model, second, cache), want)
+    assert torch.equal(sampled(model, second, cache, 2), want)
     assert len(cache.sessions) == 2 == len(open_sessions(kept._pool))
 
 
@@ -137,8 +132,8 @@ def test_a_session_that_holds_tokens_is_sampled_in_three_ways(llama: PreTrainedM
     inputs = prompt(30)
     cache = tiered(attach(llama))
     llama(**{name: tensor[:, :25] for name, tensor in inputs.items()}, **{CACHE: cache})
-    want = sampled(plain("llama"), inputs, DynamicCache())
-    assert torch.equal(sampled(llama, inputs, cache), want)
+    want = sampled(plain("llama"), inputs, DynamicCache(), 3)
+    assert torch.equal(sampled(llama, inputs, cache, 3), want)
 
 
 # What transformers answers wrongly -----------------------------------------------------------------------------------

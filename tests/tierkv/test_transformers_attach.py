@@ -250,6 +250,16 @@ def test_what_pages_cannot_serve_is_refused_by_name_and_left_alone(
     assert "forward" not in vars(model)
 
 
+def test_gemma_2_is_refused_for_its_soft_capping_alone() -> None:
+    """Without it, its windows stay with transformers and its other layers live in pages."""
+    with pytest.raises(UnsupportedModel) as refusal:
+        attach(build("gemma2"))
+    assert str(refusal.value) == (
+        "Gemma2ForCausalLM: it soft-caps attention logits; tierkv pages cannot serve it"
+    )
+    assert attach(build("gemma2-uncapped")).geometry().num_layers == 1
+
+
 def test_keys_that_change_after_the_cache_are_refused(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.tierkv.tiny_models import CACHE, build, prompt
+from tests.tierkv.tiny_models import CACHE, build, greedy, prompt
 from tierkv.model import AttachedModel, attach
 
 SEED = 11
@@ -48,14 +48,25 @@ def attached(name: str) -> AttachedModel:
     return attach(build(name))
 
 
+@functools.cache
+def options_of(way: Way, name: str) -> dict[str, Any]:
+    return way.options(name, way.inputs)
+
+
 def generate(way: Way, name: str, model: PreTrainedModel, cache: Any) -> torch.Tensor:
     inputs = way.inputs
-    options = {"max_new_tokens": NEW, "do_sample": False} | way.options(name, inputs)
+    options = {"max_new_tokens": NEW, "do_sample": False} | options_of(way, name)
     if way.embedded:
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
     torch.manual_seed(SEED)
     tokens: torch.Tensor = model.generate(**inputs, **{CACHE: cache}, **options)
     return tokens
+
+
+def sampled(model: PreTrainedModel, inputs: Inputs, cache: Any, samples: int) -> torch.Tensor:
+    """Always the same draws."""
+    torch.manual_seed(SEED)
+    return greedy(model, inputs, cache, num_return_sequences=samples, **SAMPLE)
 
 
 @functools.cache
@@ -122,7 +133,7 @@ def by_a_grammar(row: int, ids: torch.Tensor) -> list[int]:
     return list(range(2 + int(ids[-1]) % 3, 97, 3))
 
 
-SAMPLE = {"do_sample": True, "top_k": 40, "temperature": 1.1}
+SAMPLE: dict[str, Any] = {"do_sample": True, "top_k": 40, "temperature": 1.1}
 MANY_ENDS = list(range(2, 14))
 """Enough ends of text that beams meet some."""
 
