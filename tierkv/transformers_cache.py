@@ -298,7 +298,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._check_batch(batch)
         self._real = self._real_columns(batch, columns, attention_mask)
         if batch != rows_before:
-            self._select([row * rows_before // batch for row in range(batch)])
+            self.batch_repeat_interleave(batch // rows_before)
         self._undo = [(layer, dict(vars(layer))) for layer in self._own_layers()]
         self._columns, self._rows = columns, []
         try:
@@ -313,7 +313,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         except BaseException:
             self.abandon_forward()
             if batch != rows_before:
-                self._select(list(range(0, batch, batch // rows_before)))
+                self.batch_select_indices(torch.arange(0, batch, batch // rows_before))
             raise
         self._ids = None if input_ids is None else input_ids.numpy(force=True).astype(np.int32, copy=False)
 
@@ -384,11 +384,8 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def _check_batch(self, batch: int) -> None:
         rows = len(self.sessions)
-        if batch != rows and (batch < rows or batch % rows or self._own_layers_hold_tokens()):
+        if batch < rows or batch % rows:
             raise ValueError(f"a batch of {batch} rows does not fit a TieredCache of {rows} sessions")
-
-    def _own_layers_hold_tokens(self) -> bool:
-        return self.padded_length > 0 and bool(self._own_layers())
 
     def _real_columns(self, batch: int, columns: int, mask: torch.Tensor | None) -> NDArray[np.bool_] | None:
         """`[batch, columns]`: False where a new column is padding; None when none is."""

@@ -83,20 +83,19 @@ def test_the_beam_that_survives_is_sampled_from(name: str) -> None:
     assert len(cache.sessions) == 2 == len(open_sessions(kept._pool))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-windows", "gemma2-uncapped"])
 @pytest.mark.parametrize("first", [LOOKUP, {}], ids=["after lookup", "after greedy"])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole text", "new text"])
-def test_prompt_lookup_goes_on_with_a_session(
-    llama: PreTrainedModel, first: dict[str, Any], whole: bool
-) -> None:
+def test_prompt_lookup_goes_on_with_a_session(name: str, first: dict[str, Any], whole: bool) -> None:
     """Given the whole text, transformers feeds it on top of what its own cache holds, and answers wrongly."""
-    inputs = {name: tensor.repeat(1, 4) for name, tensor in prompt(12).items()}
-    cache = tiered(attach(llama))
-    said = greedy(llama, inputs, cache, **first)
+    model, cache = attached(name).model, tiered(attached(name))
+    inputs = {key: tensor.repeat(1, 4) for key, tensor in prompt(12).items()}
+    said = greedy(model, inputs, cache, **first)
     second = longer(inputs | {"input_ids": said}, prompt(12)["input_ids"])
-    want = expected(plain("llama"), second)[:, -NEW:]
+    want = expected(plain(name), second)[:, -NEW:]
     if not whole:
         second["input_ids"] = second["input_ids"][:, cache.get_seq_length() :]
-    assert torch.equal(greedy(llama, second, cache, **LOOKUP)[:, -NEW:], want)
+    assert torch.equal(greedy(model, second, cache, **LOOKUP)[:, -NEW:], want)
     (session,) = local_sessions(cache)
     assert session.horizon == session.length == second["attention_mask"].shape[1] + NEW - 1
 
@@ -134,6 +133,26 @@ def test_a_session_that_holds_tokens_is_sampled_in_three_ways(llama: PreTrainedM
     llama(**{name: tensor[:, :25] for name, tensor in inputs.items()}, **{CACHE: cache})
     want = sampled(plain("llama"), inputs, DynamicCache(), 3)
     assert torch.equal(sampled(llama, inputs, cache, 3), want)
+
+
+@pytest.mark.parametrize("name", ["qwen2-windows", "gemma2-uncapped"])
+def test_a_first_turn_with_windows_is_searched_with_beams(name: str) -> None:
+    model, cache = attached(name).model, tiered(attached(name))
+    second = longer(
+        prompt(19) | {"input_ids": greedy(model, prompt(19), cache)}, prompt(5, seed=8)["input_ids"]
+    )
+    assert torch.equal(greedy(model, second, cache, num_beams=4), expected(plain(name), second, num_beams=4))
+
+
+def test_sessions_of_two_lengths_make_one_batch(llama: PreTrainedModel) -> None:
+    """Two chats of their own, whose next turns are answered together: the shorter one is padded on the left."""
+    inputs = prompt(26, 18)
+    pool = LocalPool(attach(llama).geometry("float32"))
+    sessions = [pool.open(), pool.open()]
+    for row, session, stop in zip(range(2), sessions, (20, 12), strict=True):
+        ids = inputs["input_ids"][row : row + 1, inputs["attention_mask"][row] == 1]
+        llama(ids[:, :stop], **{CACHE: TieredCache(session)})
+    assert torch.equal(greedy(llama, inputs, TieredCache(sessions)), expected(plain("llama"), inputs))
 
 
 # What transformers answers wrongly -----------------------------------------------------------------------------------
