@@ -96,6 +96,12 @@ class AttachedModel:
         if tokens is None:
             raise ValueError("forward needs input_ids or inputs_embeds")
         batch, columns = tokens.shape[:2]
+        cache.begin_call()
+        past = cache.padded_length
+        if cache.verifies_drafts and 0 < past < columns and _starts_over(kwargs, columns, past):
+            # Assisted decoding hands over the whole text again, whatever the cache holds; it reads the last logits.
+            kwargs, columns = _cut(kwargs, past, columns, columns, 0), columns - past
+        _refuse(kwargs, columns, past)
         if not cache.serves(self):
             cache.bind(self, model_support.own_layers(self.model), self._num_layers)
         chunk = cache.chunk_tokens(batch)
@@ -108,7 +114,7 @@ class AttachedModel:
 
         A draft's verification and all slices of a long prompt but the last are run as they are.
         """
-        if cache.drafting or not cache.recall.estimates or not cache.has_cold:
+        if cache.verifies_drafts or not cache.recall.estimates or not cache.has_cold:
             return self._run(cache, batch, columns, kwargs)
         strict = cache.recall.mode == "strict"
         if strict and columns > 1:
@@ -189,6 +195,32 @@ def attach(model: PreTrainedModel) -> AttachedModel:
     """
     attached = getattr(model, _ATTACHED, None)
     return attached if isinstance(attached, AttachedModel) else AttachedModel(model)
+
+
+def _starts_over(kwargs: dict[str, Any], columns: int, past: int) -> bool:
+    """Whether mask or positions say that the columns begin at the text's first token, which the cache holds."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None:
+        return isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == columns
+    return positions is not None and positions.ndim == 2 and int(positions[0, 0]) < past
+
+
+def _refuse(kwargs: dict[str, Any], columns: int, past: int) -> None:
+    """Calls that would be answered, and wrongly: transformers lets them through. Nothing is written yet."""
+    if kwargs.get("use_cache") is False:
+        raise ValueError("use_cache=False with a TieredCache: pass use_cache=True, or no cache")
+    if columns == 1:
+        return
+    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
+    if mask is None and past and _starts_over(kwargs, columns, past):
+        raise ValueError(
+            f"position_ids start below the {past} tokens that the TieredCache holds: pass the text that follows them, "
+            "or call crop or reset first"
+        )
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and isinstance(keep, int) and keep:
+        real = mask[:, -columns:] != 0
+        if bool((real.any(dim=1) & ~real[:, -1]).any()):
+            raise ValueError("a row ends with padding, so its last logits are of no token: pad on the left")
 
 
 def _slices(columns: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -139,6 +139,11 @@ class TieredCache(Cache):  # type: ignore[misc]
                 raise GeometryMismatch(
                     f"rows of one cache share a geometry; got {session.geometry} and {geometry}"
                 )
+            if session.length != session.horizon:
+                raise ValueError(
+                    f"the session's last {session.length - session.horizon} tokens are tentative: commit them or roll "
+                    "them back; another TieredCache may still verify drafts in it (its crop(0) accepts them)"
+                )
             if session.pool.data.ctypes.data != self.sessions[0].pool.data.ctypes.data:
                 raise ValueError(
                     "rows of one cache must be sessions of one client: a kernel call reads one pool"
@@ -252,11 +257,6 @@ class TieredCache(Cache):  # type: ignore[misc]
         """Some row has pages that left HBM."""
         return any(session.has_cold for session in self.sessions)
 
-    @property
-    def drafting(self) -> bool:
-        """Tokens are drafts that wait for a `crop`."""
-        return self._holding
-
     def misses_much(self) -> bool:
         """The running forward expects more of cold pages than `recall.missing`, and none were asked for just before."""
         self._keep_estimates(self.running_step)
@@ -273,6 +273,20 @@ class TieredCache(Cache):  # type: ignore[misc]
             pages, masses = found.best(self.recall.pages)
             if pages:
                 new.session.recall(pages, masses, self.recall.seconds, wait)
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether the tokens of a call stay tentative until the `crop` that follows it."""
+        return self._holding
+
+    def begin_call(self) -> None:
+        """A call of the model begins (in slices, several forwards). What no `crop` followed was not a draft.
+
+        transformers never says that it stopped verifying drafts: generating without drafts afterwards would leave its
+        last token tentative.
+        """
+        if self._held:
+            self._holding = False
 
     def serves(self, owner: object) -> bool:
         return self._bound is owner
@@ -323,8 +337,11 @@ class TieredCache(Cache):  # type: ignore[misc]
             CapacityError: no pages could be had; nothing is kept.
         """
         self._settle()
-        self._fit_batch(batch)
+        rows_before = len(self.sessions)
+        self._check_batch(batch)
         self._real = self._real_columns(batch, columns, attention_mask)
+        if batch != rows_before:
+            self.batch_repeat_interleave(batch // rows_before)
         self._undo = [(layer, dict(vars(layer))) for layer in self._own_layers()]
         self._columns, self._rows = columns, []
         try:
@@ -338,6 +355,8 @@ class TieredCache(Cache):  # type: ignore[misc]
             self._build_step(batch, scout)
         except BaseException:
             self.abandon_forward()
+            if batch != rows_before:
+                self.batch_select_indices(torch.arange(0, batch, batch // rows_before))
             raise
         self._ids = None if input_ids is None else input_ids.numpy(force=True).astype(np.int32, copy=False)
 
@@ -430,20 +449,18 @@ class TieredCache(Cache):  # type: ignore[misc]
                 if mass is not None:
                     session.observe(mass[: session.length], audit)
 
-    def _fit_batch(self, batch: int) -> None:
+    def _check_batch(self, batch: int) -> None:
         rows = len(self.sessions)
-        if batch == rows:
-            return
-        if batch < rows or batch % rows or self._own_layers_hold_tokens():
+        if batch < rows or batch % rows:
             raise ValueError(f"a batch of {batch} rows does not fit a TieredCache of {rows} sessions")
-        self._select([row for row in range(rows) for _ in range(batch // rows)])
-
-    def _own_layers_hold_tokens(self) -> bool:
-        return self.padded_length > 0 and bool(self._own_layers())
 
     def _real_columns(self, batch: int, columns: int, mask: torch.Tensor | None) -> NDArray[np.bool_] | None:
         """`[batch, columns]`: False where a new column is padding; None when none is."""
         if mask is None:
+            if any(self._pads):
+                raise ValueError(
+                    "the rows of this TieredCache hold padding: give the attention_mask of all columns, cached and new"
+                )
             return None
         if mask.ndim != 2 or mask.shape != (batch, self.padded_length + columns):
             raise ValueError(
@@ -454,8 +471,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         real = whole[:, self.padded_length :] != 0
         if columns > 1 and self.padded_length:
             seen = np.ones((batch, self.padded_length), bool)
-            for row, pads in enumerate(self._pads):
-                seen[row, pads] = False
+            for row in range(batch):
+                seen[row, self._pads[row * len(self._pads) // batch]] = False
             if not np.array_equal(whole[:, : self.padded_length] != 0, seen):
                 raise ValueError(
                     "attention_mask hides or shows cached columns otherwise than when they were written"
@@ -471,7 +488,16 @@ class TieredCache(Cache):  # type: ignore[misc]
         for row, source in enumerate(order):
             if source not in keeper or row == source:
                 keeper[source] = row
-        self.sessions = [old[src] if keeper[src] == row else old[src].fork() for row, src in enumerate(order)]
+        rows: list[PagedSession] = []
+        try:
+            for row, source in enumerate(order):
+                rows.append(old[source] if keeper[source] == row else old[source].fork())
+        except BaseException:
+            for row, session in enumerate(rows):
+                if keeper[order[row]] != row:
+                    session.close()
+            raise
+        self.sessions = rows
         self._pads = [list(old_pads[source]) for source in order]
         for row, session in enumerate(old):
             if row not in keeper:

@@ -155,13 +155,13 @@ class LocalSession:
     def fork(self) -> LocalSession:
         self._alive()
         assert self.horizon == self.length
+        if len(self._pool.free) < len(self.pages):
+            raise OutOfCapacity("the local pool is full")
         child = self._pool.open()
         child.horizon, child.length, child.step = self.horizon, self.length, self.step
         child.token_ids = list(self.token_ids)
         size = self.geometry.page_bytes
         for page in self.pages:
-            if not self._pool.free:
-                raise OutOfCapacity("the local pool is full")
             offset = self._pool.free.pop()
             self._pool.data[offset : offset + size] = self._pool.data[page.offset : page.offset + size]
             child.pages.append(page._replace(offset=offset))

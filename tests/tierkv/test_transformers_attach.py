@@ -157,15 +157,9 @@ def test_open_asks_the_client_for_the_models_pages(llama: PreTrainedModel) -> No
 # Sliding windows -----------------------------------------------------------------------------------------------------
 
 
-def windowed() -> PreTrainedModel:
-    """Layers 0 and 2 look 8 tokens back, layer 1 at everything."""
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    return build("qwen2", use_sliding_window=True, sliding_window=8, layer_types=kinds)
-
-
 @pytest.mark.parametrize("chunk", [256, 16])
 def test_sliding_window_layers_keep_their_own_cache(chunk: int) -> None:
-    model, inputs = windowed(), prompt(37, 20)
+    model, inputs = build("qwen2-windows"), prompt(37, 20)
     want = expected(model, inputs)
     attached = attach(model)
     assert attached.geometry().num_layers == 1
@@ -176,7 +170,7 @@ def test_sliding_window_layers_keep_their_own_cache(chunk: int) -> None:
 
 
 def test_sliding_window_layers_follow_beams_and_failures() -> None:
-    model, inputs = windowed(), prompt(20)
+    model, inputs = build("qwen2-windows"), prompt(20)
     want = expected(model, inputs, num_beams=3)
     attached = attach(model)
     assert torch.equal(greedy(model, inputs, tiered(attached), num_beams=3), want)
@@ -196,14 +190,14 @@ def test_sliding_window_layers_follow_beams_and_failures() -> None:
 
 
 def test_prompt_lookup_works_with_sliding_windows() -> None:
-    model = windowed()
+    model = build("qwen2-windows")
     inputs = {name: tensor.repeat(1, 4) for name, tensor in prompt(12).items()}
     want = expected(model, inputs, prompt_lookup_num_tokens=4)
     assert torch.equal(greedy(model, inputs, tiered(attach(model)), prompt_lookup_num_tokens=4), want)
 
 
 def test_a_session_with_tokens_cannot_continue_where_windows_are_lost() -> None:
-    model = windowed()
+    model = build("qwen2-windows")
     cache = tiered(attach(model))
     model(**prompt(10), **{CACHE: cache})
     with pytest.raises(ValueError, match="sliding windows"):
@@ -254,6 +248,16 @@ def test_what_pages_cannot_serve_is_refused_by_name_and_left_alone(
         attach(model)
     assert model.config._attn_implementation == before
     assert "forward" not in vars(model)
+
+
+def test_gemma_2_is_refused_for_its_soft_capping_alone() -> None:
+    """Without it, its windows stay with transformers and its other layers live in pages."""
+    with pytest.raises(UnsupportedModel) as refusal:
+        attach(build("gemma2"))
+    assert str(refusal.value) == (
+        "Gemma2ForCausalLM: it soft-caps attention logits; tierkv pages cannot serve it"
+    )
+    assert attach(build("gemma2-uncapped")).geometry().num_layers == 1
 
 
 def test_keys_that_change_after_the_cache_are_refused(

@@ -8,13 +8,18 @@ import torch
 import transformers
 from transformers import (
     DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from tests.tierkv.local_session import LocalPool, LocalSession
@@ -34,13 +39,39 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
+WINDOW = 8
+"""Tokens that a sliding-window layer looks back."""
+
+GEMMA: dict[str, Any] = {
+    "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 24, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Untied: with its embeddings tied, a random Gemma repeats one token."""
+
+FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    # Layers 0 and 2 look WINDOW tokens back, layer 1 at everything.
+    "qwen2-windows": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    # As it comes, with soft-capping, and without; its layers 0 and 2 have windows too.
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA),
+    "gemma2-uncapped": (Gemma2Config, Gemma2ForCausalLM, GEMMA | {"attn_logit_softcapping": None}),
+}
+
+
 def build(name: str, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if name == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SHAPE | changes)).eval()
-    if name == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**SHAPE | changes)).eval()
-    return MistralForCausalLM(MistralConfig(**SHAPE | {"sliding_window": None} | changes)).eval()
+    config, model, own = FAMILIES[name]
+    torch.manual_seed(list(FAMILIES).index(name))  # one seed would make Mistral a Llama, weight for weight
+    return model(config(**SHAPE | own | changes)).eval()
 
 
 def prompt(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:

@@ -30,18 +30,17 @@ class Choice(NamedTuple):
 
 
 class ColdScratch:
-    """Working memory of one thread; each array grows by halves to what the largest call needed."""
+    """Working memory of one thread. An array is made anew when its shape changes: pages come one in many steps."""
 
     def __init__(self) -> None:
-        self._arrays: dict[str, NDArray[np.float32]] = {}
+        self._arrays: dict[str, Floats] = {}
 
     def floats(self, name: str, *shape: int) -> Floats:
         """An array of that shape, of any content; valid until the next call of that name."""
-        size = int(np.prod(shape))
         held = self._arrays.get(name)
-        if held is None or held.size < size:
-            held = self._arrays[name] = np.empty(size + size // 2, np.float32)
-        return held[:size].reshape(shape)
+        if held is None or held.shape != shape:
+            held = self._arrays[name] = np.empty(shape, np.float32)
+        return held
 
 
 def words_of(pool: PoolView) -> Words:
@@ -103,9 +102,9 @@ def look(
         query, np.asarray(pool.data), cold.pages.digests, cold.pages.counts, cold.pages.row_starts,
         (layer - first_layer) * geometry.num_kv_heads * record_bytes, geometry.num_kv_heads, np.float32(scale),
         log_sum_exp, queries, cold.read,
-        scratch.floats("decoded", thread_count(), 2, dim), scratch.floats("sums", 2, columns),
-        scratch.floats("estimates", count, columns), scratch.floats("shares", count, columns),
-        scratch.floats("wanted", count, geometry.num_kv_heads),
+        scratch.floats("decoded", thread_count(), 2, dim),
+        scratch.floats("estimates", columns, count), scratch.floats("shares", columns, count),
+        scratch.floats("wanted", geometry.num_kv_heads, count),
         NOTHING if seen is None else seen.estimates, chosen, starts,
     )  # fmt: skip
     return Choice(chosen[: starts[-1]], starts)
