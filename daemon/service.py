@@ -278,6 +278,7 @@ def main() -> None:
     parser.add_argument("--heartbeat-seconds", type=float, default=2.0)
     parser.add_argument("--straddle", action="store_true")
     parser.add_argument("--digest-share", type=float, default=0.1)
+    parser.add_argument("--digest-layers", type=int, default=0)
     parser.add_argument("--recent-tokens", type=int, default=64)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
@@ -285,7 +286,7 @@ def main() -> None:
         config = ServiceConfig(
             given.state_dir, given.hbm, given.host, next_epoch(given.state_dir), given.codec, given.page_tokens,
             given.straddle, lease_seconds=given.lease_seconds, heartbeat_seconds=given.heartbeat_seconds,
-            digest_layers=ALL_LAYERS if given.digest_share else 0,
+            digest_layers=(given.digest_layers or ALL_LAYERS) if given.digest_share else 0,
         )  # fmt: skip
 
         def brain(config: ServiceConfig) -> BrainLike:
@@ -298,6 +299,7 @@ def main() -> None:
                     page_tokens=config.page_tokens,
                     straddle=config.straddle,
                     digest_share=given.digest_share,
+                    digest_layers=given.digest_layers,
                     recent_tokens=given.recent_tokens,
                 )
             )
