@@ -1,8 +1,8 @@
-"""The demo: agents' facts, recalled from a quarter of the memory.  `python -m tierkv.study.demo`, or `make demo`.
+"""The demo: agents' facts, recalled from an eighth of the memory.  `python -m tierkv.study.demo`, or `make demo`.
 
-Starts a real `tierkv-daemon` whose whole HBM pool is a quarter of an episode's exact KV bytes, and a worker process
-that runs SmolLM2-135M over six agent episodes in three arms (`arms.py`): everything exact, dropping pages, and tiers.
-Writes `out/demo.json`.
+Starts a real `tierkv-daemon` whose whole HBM pool is 12% of an episode's exact KV bytes, and a worker process that runs
+SmolLM2-135M over six agent episodes in five arms (`arms.py`): everything exact; and within the pool's bytes dropping
+pages, quantizing everything, tiers without recall, and tiers. Writes `out/demo.json`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierkv.study.report import DemoReport, render
 from tierkv.study.worker import Finished, Message, Ready
 from tierkv.study.worker import Progress as Told
 
-BUDGET_FRACTION = 0.25
+BUDGET_FRACTION = 0.12
 HOST_BYTES = 128 << 20
 """Room for every page of two episodes; an episode has 41 MB."""
 
@@ -60,9 +60,18 @@ def run(console: Console) -> DemoReport:
     for miss in finished.misses:
         console.print(f"missed: {miss}", style="dim", highlight=False)
     return DemoReport(
-        BUDGET_FRACTION, pool, ready.context_tokens, len(episodes), finished.arms, finished.tiers,
-        finished.hbm_bytes_peak, finished.recalled_pages, time.monotonic() - begin,
-    )  # fmt: skip
+        BUDGET_FRACTION,
+        pool,
+        ready.context_tokens,
+        len(episodes),
+        finished.arms,
+        finished.tiers,
+        finished.attention_recall,
+        finished.hbm_bytes_peak,
+        finished.quantized_bytes_peak,
+        finished.recalled_pages,
+        time.monotonic() - begin,
+    )
 
 
 def follow(

@@ -31,6 +31,8 @@ HEADINGS = {
     Region.SCRATCHPAD: "Thoughts:",
 }
 QUESTION = "Facts to remember:\n"  # opens the text of each probe
+BEFORE_GOLD = " \t\r\n\"'\u201c\u201d\u2018\u2019"
+"""What may stand before the gold in an answer: blanks and quotation marks, straight and curly."""
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,7 +59,7 @@ class Block(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """`prompt` is to be continued; the answer is right when it starts with `gold`. `region` is where the fact is."""
+    """`prompt` is to be continued; the answer is right when it names `gold` first. `region` is where the fact is."""
 
     region: Region
     prompt: str
@@ -103,5 +105,7 @@ def spans(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
 
 
 def recalled(answer: str, gold: str) -> bool:
-    """Whether a greedy completion names the fact: it starts with the gold answer, leading blanks aside."""
-    return answer.strip().startswith(gold)
+    """Whether a greedy completion names the fact: it starts with the gold answer, leading blanks and quotation marks
+    aside (`"Maxifort". Pla` names Maxifort).
+    """
+    return answer.lstrip(BEFORE_GOLD).startswith(gold)

@@ -30,6 +30,9 @@ ANSWER_TOKENS = 8
 Fork = Callable[[], AbstractContextManager["Cache"]]
 """Makes a cache that holds the same tokens and may be written; the original stays as it is."""
 
+Forward = Callable[["PreTrainedModel", "Cache", Sequence[int]], int]
+"""Runs tokens over a cache; the likeliest next token."""
+
 
 class Replay(NamedTuple):
     prefill_seconds: float
@@ -67,8 +70,26 @@ def fork_dynamic(cache: Cache) -> Fork:
     return fork
 
 
+def forward(model: PreTrainedModel, cache: Cache, tokens: Sequence[int]) -> int:
+    """Run `tokens` over the cache; the likeliest next token."""
+    ids = torch.tensor([tokens])
+    logits = model(ids, logits_to_keep=1, **{cache_argument(model): cache}).logits
+    return int(logits[0, -1].argmax())
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """`cache` from transformers 5.24 on, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 @torch.inference_mode()
-def replay(model: PreTrainedModel, cache: Cache, tokens: Sequence[int], burst: int = BURST_TOKENS) -> Replay:
+def replay(
+    model: PreTrainedModel,
+    cache: Cache,
+    tokens: Sequence[int],
+    burst: int = BURST_TOKENS,
+    forward: Forward = forward,
+) -> Replay:
     """Fill `cache` with `tokens`: a prompt, then `burst` decode steps."""
     prompt, written = tokens[: len(tokens) - burst], tokens[len(tokens) - burst :]
     begin = time.perf_counter()
@@ -89,6 +110,7 @@ def ask(
     fork: Fork,
     probe: Probe,
     label: Callable[[Cache, int], None] | None = None,
+    forward: Forward = forward,
 ) -> Answer:
     """Continue the probe's prompt greedily over a fork. `label` is told the prompt's token count before it runs."""
     prompt = tokenizer(probe.prompt, add_special_tokens=False).input_ids
@@ -104,18 +126,6 @@ def ask(
             decode_seconds.append(time.perf_counter() - begin)
     text = tokenizer.decode(answer)
     return Answer(probe, text, recalled(text, probe.gold), decode_seconds)
-
-
-def forward(model: PreTrainedModel, cache: Cache, tokens: Sequence[int]) -> int:
-    """Run `tokens` over the cache; the likeliest next token."""
-    ids = torch.tensor([tokens])
-    logits = model(ids, logits_to_keep=1, **{cache_argument(model): cache}).logits
-    return int(logits[0, -1].argmax())
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """`cache` from transformers 5.24 on, `past_key_values` before."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def recall(answers: Iterable[Answer]) -> Recall:

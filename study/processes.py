@@ -56,10 +56,7 @@ def running(command: Sequence[str], log: Path, stdout: int | None = None) -> Ite
             stderr=output,
             stdin=subprocess.DEVNULL,
             text=True,
-            env={
-                **os.environ,
-                "OMP_WAIT_POLICY": "PASSIVE",
-            },  # daemon and worker share the cores: none may spin
+            env={**os.environ, **WAITING},
             start_new_session=True,  # Ctrl-C reaches us first, and we end it in order
         )
     try:
@@ -99,14 +96,17 @@ def failure(name: str, process: subprocess.Popen[str], log: Path) -> ProcessFail
     return ProcessFailed(f"the {name} ended with code {process.poll()}; its last output:\n{said}")
 
 
+SETTINGS = {"low_watermark": 0, "high_watermark": 0, "digest_share": 0.25, "recent_tokens": 32}
+"""Of the demo's daemon, whose pool is 12 exact pages. Room is made when it is asked for, not ahead: watermarks would
+keep frames empty. Digests take a larger share, and the recent window a smaller one, than in a pool of thousands."""
+
+
 def daemon_command(state_dir: Path, hbm: int, host: int) -> list[str]:
-    """`tierkv-daemon` of this environment. Its pin quota is the whole pool: the drop arm pins system pages exact. Room
-    is made when it is asked for, not ahead: watermarks would keep two of 25 frames empty.
-    """
+    """`tierkv-daemon` of this environment, with `SETTINGS`."""
+    settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
     return [
         sys.executable, "-c", "from tierkv.daemon_cli import main; main()",
-        "--hbm", str(hbm), "--host", str(host), "--state-dir", str(state_dir),
-        "--set", "pin_quota=1.0", "--set", "low_watermark=0", "--set", "high_watermark=0",
+        "--hbm", str(hbm), "--host", str(host), "--state-dir", str(state_dir), *settings,
     ]  # fmt: skip
 
 

@@ -30,10 +30,25 @@ class TierReport(msgspec.Struct):
     bytes: float
 
 
+class AttentionRecall(msgspec.Struct):
+    """Which share of a query's attention over all pages falls on those that it attends; means over audits.
+
+    `oracle` is the share that the tiered arm's HBM would have got with the best choice of low-bit pages, by true
+    attention: the same bytes. Pages read in place, from host memory, are no part of it, so `tiered` may be larger.
+    An audit is of the last query of a question or of a decode step of its answer; `audits` counts the tiered arm's.
+    """
+
+    tiered: float
+    tiered_recall_off: float
+    oracle: float
+    audits: int
+
+
 class DemoReport(msgspec.Struct):
     """`context_tokens` is the shortest episode's; `pool_bytes` is `budget_fraction` of its exact KV bytes, for all.
 
-    `hbm_bytes_peak` and `recalled_pages` are the daemon's own, over drop and tiered arm together.
+    `hbm_bytes_peak` and `recalled_pages` are the daemon's own, over drop and tiered arms together;
+    `quantized_bytes_peak` is what the quantized arm held at most.
     """
 
     budget_fraction: float
@@ -42,7 +57,9 @@ class DemoReport(msgspec.Struct):
     episodes: int
     arms: dict[str, ArmReport]
     tiers: dict[str, TierReport]
+    attention_recall: AttentionRecall
     hbm_bytes_peak: int
+    quantized_bytes_peak: int
     recalled_pages: int
     seconds: float
 
@@ -67,34 +84,67 @@ def tier_reports(results: Sequence[EpisodeResult]) -> dict[str, TierReport]:
     }
 
 
+def attention_recall(results: Sequence[EpisodeResult]) -> AttentionRecall:
+    """Zeros for an arm without audits."""
+    tiered = [audit for result in results if result.arm == "tiered" for audit in result.audits]
+    off = [audit for result in results if result.arm == "tiered_recall_off" for audit in result.audits]
+    return AttentionRecall(
+        _mean([audit.attended for audit in tiered]),
+        _mean([audit.attended for audit in off]),
+        _mean([audit.oracle for audit in tiered]),
+        len(tiered),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.mean(values) if values else 0.0
+
+
+SAID = {
+    "full": "full cache",
+    "drop": "drop pages (MemDecay)",
+    "quantized": "quantize everything",
+    "tiered_recall_off": "tierkv, recall off",
+    "tiered": "tierkv",
+}
+"""Arm: its name in the table."""
+
+
 def render(report: DemoReport) -> Group:
-    """Recall by region and arm, then where the tiered arm's pages were."""
+    """Recall by region and arm, then where the tiered arm's pages were and how much of attention they got."""
     share = f"{report.budget_fraction:.0%}"
     arms = Table(
-        title=f"Recall of facts, {report.episodes} episodes of {report.context_tokens:,} tokens or more"
+        title=f"Facts recalled, {report.episodes} episodes of {report.context_tokens:,} tokens or more"
     )
     arms.add_column("arm")
+    arms.add_column("HBM", justify="right")
     for region in PROBED:
         arms.add_column(region.label, justify="right")
     arms.add_column("all", justify="right", style="bold")
     arms.add_column("ms/token", justify="right")
-    arms.add_column("HBM", justify="right")
     for name, arm in report.arms.items():
         cells = [f"{arm.by_region[region.label]:.2f}" for region in PROBED]
-        arms.add_row(
-            name, *cells, f"{arm.recall:.2f}", f"{arm.ms_per_token:.0f}", "100%" if name == "full" else share
-        )
+        memory = "100%" if name == "full" else share
+        arms.add_row(SAID[name], memory, *cells, f"{arm.recall:.2f}", f"{arm.ms_per_token:.0f}")
 
-    tiers = Table(title="Where the tiered arm keeps an episode (mean over episodes, after the last token)")
+    tiers = Table(title="Where tierkv keeps an episode (mean over episodes, after the last token)")
     for column in ("tier", "pages read there", "replicas"):
         tiers.add_column(column, justify="left" if column == "tier" else "right")
     for name, tier in report.tiers.items():
         tiers.add_row(name, f"{tier.pages:.1f}", f"{tier.bytes / 2**20:.2f} MiB")
 
+    recall = report.attention_recall
+    told = Text(
+        f"Attention recall (share of attention on pages that are attended, {recall.audits} audits): tierkv "
+        f"{recall.tiered:.2f}, recall off {recall.tiered_recall_off:.2f}; the best pages by true attention in the same "
+        f"bytes {recall.oracle:.2f}"
+    )
     lines = [
-        f"HBM pool {report.pool_bytes:,} bytes, peak use {report.hbm_bytes_peak:,}; "
-        f"pages recalled from host: {report.recalled_pages}",
-        "host replicas include backups of pages that attention reads in HBM",
+        "pages read in place from host memory count for tierkv and not for the best pages",
+        f"HBM pool {report.pool_bytes:,} bytes, peak use {report.hbm_bytes_peak:,} (quantize everything "
+        f"{report.quantized_bytes_peak:,}); pages recalled from host: {report.recalled_pages}",
+        "host replicas include backups of pages that attention reads in HBM; quantize everything decodes its pages "
+        "beforehand, so its ms/token is a full cache's",
         f"{report.seconds:.0f} s in all",
     ]
-    return Group(arms, tiers, *(Text(line, style="dim") for line in lines))
+    return Group(arms, tiers, told, *(Text(line, style="dim") for line in lines))

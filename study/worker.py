@@ -16,7 +16,14 @@ import msgspec
 
 from tierkv.study.arms import ARMS, EpisodeResult, Worker, run_episode
 from tierkv.study.episodes import NAMES, load_episode, spans
-from tierkv.study.report import ArmReport, TierReport, arm_reports, tier_reports
+from tierkv.study.report import (
+    ArmReport,
+    AttentionRecall,
+    TierReport,
+    arm_reports,
+    attention_recall,
+    tier_reports,
+)
 
 CONNECT_SECONDS = 120.0
 """The daemon starts beside this process, and a first start compiles kernels."""
@@ -34,8 +41,10 @@ class Progress(msgspec.Struct, tag="progress"):
 class Finished(msgspec.Struct, tag="finished"):
     arms: dict[str, ArmReport]
     tiers: dict[str, TierReport]
+    attention_recall: AttentionRecall
     misses: list[str]
     hbm_bytes_peak: int
+    quantized_bytes_peak: int
     recalled_pages: int
 
 
@@ -47,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--state-dir", type=Path, required=True, help="of the daemon")
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves them alone")
     parser.add_argument("--episodes", nargs="*", default=NAMES, choices=NAMES)
+    parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
     options = parser.parse_args(arguments)
 
     import torch
@@ -59,11 +69,11 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load_smollm2()
     episodes = [load_episode(name) for name in options.episodes]
     with tierkv.connect(options.state_dir, CONNECT_SECONDS, reserve_ahead=0) as client:
-        worker = Worker(model, tokenizer, client)
+        worker = Worker(model, tokenizer, client, int(client.stats()["hbm_capacity_bytes"]))
         say(Ready(min(sum(len(s.tokens) for s in spans(e, tokenizer)) for e in episodes)))
         results = []
         for episode in episodes:
-            for arm in ARMS:
+            for arm in options.arms:
                 progress = Progress(arm, episode.name)
                 results.append(run_episode(worker, episode, arm, lambda progress=progress: say(progress)))  # type: ignore[misc]
         numbers = client.stats()
@@ -71,8 +81,10 @@ def main(arguments: list[str] | None = None) -> None:
         Finished(
             arm_reports(results),
             tier_reports(results),
+            attention_recall(results),
             [line for result in results for line in missed(result)],
             int(numbers["hbm_peak_bytes"]),
+            max((result.bytes_peak for result in results), default=0),
             int(numbers["recalled_pages"]),
         )
     )

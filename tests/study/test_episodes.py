@@ -77,12 +77,16 @@ def test_no_block_is_said_twice(name):
     [
         (" 4750 euros.", "4750", True),
         ("\n4750", "4750", True),
+        (' "Maxifort". Pla', "Maxifort", True),
+        (" \u201cMaxifort\u201d", "Maxifort", True),
+        (" '4750'", "4750", True),
         (" about 4750", "4750", False),
         (" 475", "4750", False),
+        (' "not 4750"', "4750", False),
         ("", "4750", False),
     ],
 )
-def test_an_answer_is_right_when_it_starts_with_the_gold(answer, gold, right):
+def test_an_answer_is_right_when_it_starts_with_the_gold_quoted_or_not(answer, gold, right):
     assert recalled(answer, gold) is right
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -54,3 +55,13 @@ def test_children_let_waiting_threads_sleep(tmp_path):
     ) as child:
         child.wait(30)
     assert log.read_text() == "PASSIVE\n"
+
+
+def test_the_daemon_takes_the_demos_settings(tmp_path):
+    from tierkv.daemon.config import load_config
+
+    command = processes.daemon_command(tmp_path, 4 << 20, 8 << 20)
+    given = [b for a, b in itertools.pairwise(command) if a == "--set"]
+    assert given == [f"{name}={value}" for name, value in processes.SETTINGS.items()]
+    config = load_config(dict(pair.split("=") for pair in given)).config
+    assert {name: getattr(config, name) for name in processes.SETTINGS} == processes.SETTINGS

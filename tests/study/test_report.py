@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from tierkv.regions import Region
-from tierkv.study.arms import EpisodeResult, TierUse, ms_per_token
+from tierkv.protocol import Audit
+from tierkv.study.arms import ARMS, EpisodeResult, TierUse, ms_per_token
 from tierkv.study.episodes import PROBED, Probe
 from tierkv.study.probe import Answer, Replay
-from tierkv.study.report import ArmReport, DemoReport, TierReport, arm_reports, render, tier_reports
+from tierkv.study.report import (
+    ArmReport,
+    AttentionRecall,
+    DemoReport,
+    TierReport,
+    arm_reports,
+    attention_recall,
+    render,
+    tier_reports,
+)
 
 
 def result(
@@ -54,23 +64,38 @@ def test_tiers_are_the_mean_over_episodes_of_the_tiered_arm_only():
     }
 
 
-def test_the_table_names_every_arm_and_tier():
+def test_attention_recall_is_the_mean_of_each_tiered_arms_audits_and_the_oracle_is_the_tiered_arms():
+    def audited(arm, *shares):
+        audits = tuple(Audit(attended, oracle, 0.3, 0.3, 1) for attended, oracle in shares)
+        return result(arm, 4)._replace(audits=audits)
+
+    found = attention_recall(
+        [
+            audited("tiered", (0.9, 0.7), (0.7, 0.6)),
+            audited("tiered", (0.8, 0.8)),
+            audited("tiered_recall_off", (0.5, 0.1)),
+        ]
+    )
+    assert found == AttentionRecall(
+        tiered=pytest.approx(0.8), tiered_recall_off=0.5, oracle=pytest.approx(0.7), audits=3
+    )
+    assert attention_recall([result("full", 4)]) == AttentionRecall(0.0, 0.0, 0.0, 0)
+
+
+def test_the_screen_shows_every_arm_tier_and_figure_and_is_a_hundred_columns_wide():
     regions = {region.label: 0.25 for region in PROBED}
-    arms = {"full": ArmReport(1.0, regions, 50.0), "drop": ArmReport(0.25, regions, 60.0)}
-    report = DemoReport(0.25, 1000, 1623, 6, arms, {"hbm": TierReport(6.5, 2**20)}, 999, 3, 12.0)
+    arms = {arm: ArmReport(0.5, regions, 50.0 + i) for i, arm in enumerate(ARMS)}
+    tiers = {"hbm": TierReport(6.5, 2**20)}
+    recall = AttentionRecall(0.87, 0.61, 0.66, 48)
     screen = io.StringIO()
-    console = Console(file=screen, width=120)
-    console.print(render(report))
+    report = DemoReport(0.12, 1000, 1623, 6, arms, tiers, recall, 999, 998, 3, 12.0)
+    Console(file=screen, width=100).print(render(report))
     text = screen.getvalue()
-    for expected in (
-        "full",
-        "drop",
-        Region.TOOL_OUT.label,
-        "1.00",
-        "25%",
-        "6.5",
-        "1.00 MiB",
-        "1,623",
-        "12 s",
-    ):
+    assert max(len(line) for line in text.splitlines()) <= 100
+    shown = [
+        "full cache", "drop pages (MemDecay)", "quantize everything", "tierkv, recall off", "54",
+        *(region.label for region in PROBED), "0.50", "100%", "12%",
+        "6.5", "1.00 MiB", "1,623", "12 s", "0.87", "0.61", "0.66", "48 audits",
+    ]  # fmt: skip
+    for expected in shown:
         assert expected in text
