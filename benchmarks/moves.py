@@ -18,9 +18,9 @@ from tierkv import quant
 from tierkv.benchmarks import pairs, processes
 from tierkv.daemon.events import Copy, MoveDone, MoveFailed, Quantize
 from tierkv.daemon.mover import Move, Mover
-from tierkv.pool import checksum
 from tierkv.daemon.pools import Bytes, HbmPool, HostPool
 from tierkv.geometry import Geometry
+from tierkv.pool import checksum
 
 GOAL_RATIO = 0.8
 CODEC = "k3v2"

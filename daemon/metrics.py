@@ -10,18 +10,24 @@ Two kinds of sources: hooks (`ServerMetrics`, `OnMove`) that the loop and the mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import TypeVar, get_args
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeHistogramMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeHistogramMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tierkv import errors
+from tierkv.daemon.counters import Buckets, Counters
 from tierkv.daemon.moves import Act
 from tierkv.daemon.snapshot import TIERS, Snapshot
-from tierkv.daemon.state import Counters
 from tierkv.protocol import Operation
 from tierkv.regions import REGION_NAMES
 
@@ -34,7 +40,8 @@ ATTENDED_TIERS = ("hbm", "quantized", "host")
 LOW_BIT = "quantized"
 """The tier within which a page may also change places, to empty a frame."""
 
-MOVE_REASONS = ("pressure", "budget", "threshold", "pin", "hot")
+MOVE_REASONS = ("pressure", "budget", "threshold", "pin", "hot", "room", "recall")
+OUTCOMES = ("used", "late", "wasted")
 DROP_REASONS = ("budget", "host-full", "checksum")
 FAILURES = ("io", "codec", "non-finite", "checksum")
 MOVES: tuple[tuple[str, str], ...] = tuple(sorted({act.value for act in Act}))
@@ -178,13 +185,48 @@ class _FromSnapshot(Collector):
             ("lost_pages", counters.lost_pages, "Pages whose last replica was damaged."),
             ("recalled_pages", counters.recalled_pages, "Pages that came back from host."),
             ("refused_pins", counters.pins_refused, "Pins beyond the quota."),
+            ("needed_but_cold_pages", counters.needed_cold, "Pages that audits found needed and not in HBM."),
+            (
+                "pages_without_digest",
+                counters.without_digest,
+                "Pages that left HBM without room for a digest.",
+            ),
             ("host_checksum_failures", counters.checksum_failures, "Host replicas found damaged."),
         ):
             yield _total(name, what, [], {(): value}, ())
+        yield _total(
+            "prefetch_pages", "Pages brought back because attention was expected on them.", ["outcome"],
+            {(outcome,): count for outcome, count in list(counters.prefetched.items())}, ((o,) for o in OUTCOMES),
+        )  # fmt: skip
+        yield _histogram(
+            "attention_recall_ratio", "Audits: share of attention over all pages that was attended.",
+            counters.attention_recall,
+        )  # fmt: skip
+        yield _histogram(
+            "recall_seconds", "From a step's request for pages to its answer.", counters.recall_seconds
+        )
+        audit = counters.last_audit
+        for name, share, what in (
+            ("attention_recall_last_ratio", audit and audit.attended, "The last audit's attention recall."),
+            (
+                "oracle_recall_last_ratio",
+                audit and audit.oracle,
+                "What the best pages of as many bytes would have.",
+            ),
+        ):
+            yield _gauge(name, what, [], {} if share is None else {(): share})
         yield _score_histogram(now)
 
 
-def _gauge(name: str, what: str, labels: list[str], values: Mapping[Key, int]) -> GaugeMetricFamily:
+def _histogram(name: str, what: str, buckets: Buckets) -> HistogramMetricFamily:
+    below = list(accumulate(buckets.counts))
+    edges = [*(str(edge) for edge in buckets.edges), "+Inf"]
+    family = HistogramMetricFamily(f"tierkv_{name}", what)
+    family.add_metric([], list(zip(edges, map(float, below), strict=True)), sum_value=buckets.total)
+    return family
+
+
+def _gauge(name: str, what: str, labels: list[str], values: Mapping[Key, float]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(f"tierkv_{name}", what, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)

@@ -180,9 +180,11 @@ class Moves:
             state.retire("hbm", model.digest, int(pages.digest[slot]), slot)
             pages.digest[slot] = NOWHERE
         if kind == Kind.NONE:
-            state.counters.prefetched["wasted"] += pages.recalled[slot] == Outcome.PENDING
+            state.counters.prefetched["wasted"] += int(pages.recalled[slot] == Outcome.PENDING)
             pages.recalled[slot] = Outcome.NONE
-            state.counters.without_digest += state.config.digest_share > 0 and pages.digest[slot] == NOWHERE
+            state.counters.without_digest += int(
+                state.config.digest_share > 0 and pages.digest[slot] == NOWHERE
+            )
         after = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[kind]
         pages.goal[slot] = Goal.NONE
         pages.moved_step[slot] = self._step_of(slot)
@@ -320,8 +322,8 @@ class Moves:
         return self.state.hbm.allocate(size_class)
 
     def _may_subdivide(self, model: Model) -> bool:
-        """Whether low-bit pages find a slot, or may take a frame for one: not the last one, if digests want it and too few
-        exact pages are left that would soon give up theirs.
+        """Whether low-bit pages find a slot, or may take a frame for one: not the last one, if digests want it and too
+        few exact pages are left that would soon give up theirs.
         """
         state, pages = self.state, self.state.pages
         kept = state.kept_for_digests(model)

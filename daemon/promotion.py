@@ -71,7 +71,8 @@ class Promotion:
 
     def _refill(self, cold: Slots, tiered: Slots, spare: int) -> None:
         """While nobody asks for room, cold pages come back as low-bit replicas: those that estimates name, then by
-        score. Where no slot is left for them, exact pages that need not be exact become low-bit: no page lies cold for their sake.
+        score. Where no slot is left for them, exact pages that need not be exact become low-bit: no page lies cold for
+        their sake.
         """
         state, pages, moves = self._state, self._state.pages, self._moves
         if state.now - self._pressure.asked_at < CALM_SECONDS:
@@ -112,6 +113,8 @@ class Promotion:
             frame = self._state.model_of(slot).exact.frame
             if spare < frame or self._moves.full():
                 break
+            if self._pressure.budget_room(self._state.sessions[int(self._state.pages.owner[slot])]) < frame:
+                continue
             if self._moves.promote(slot, Goal.EXACT, reason):
                 spare -= frame
         return spare

@@ -41,6 +41,7 @@ class _Waiting:
     request: int
     slots: list[int]
     masses: dict[int, float]
+    asked_at: float
     until: float
 
 
@@ -90,7 +91,9 @@ class Recall:
         for slot in slots:
             pages.mass[slot] = max(float(pages.mass[slot]), masses[slot])
             pages.wanted_until[slot] = session.step + max(1, state.config.min_residency_steps)
-        self._waiting[session.id] = _Waiting(event.request, slots, masses, state.now + event.seconds)
+        self._waiting[session.id] = _Waiting(
+            event.request, slots, masses, state.now, state.now + event.seconds
+        )
         self._scores.refresh()
 
     def advance(self) -> None:
@@ -120,6 +123,7 @@ class Recall:
     def _answer(self, session: Session) -> None:
         waiting = self._waiting.pop(session.id, None)
         if waiting is not None:
+            self._state.counters.recall_seconds.add(self._state.now - waiting.asked_at)
             version = session.version + (session.id in self._state.dirty)
             self._state.out.append(Answer(waiting.request, Ready(version)))
 

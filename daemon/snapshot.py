@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.daemon.counters import Counters
 from tierkv.daemon.moves import Moves
-from tierkv.daemon.state import Counters, State
+from tierkv.daemon.state import State
 from tierkv.errors import UnknownSession
 from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
@@ -69,6 +70,13 @@ class Snapshot:
             "draining": float(self.draining),
             "tokens": self.tokens,
             "recalled_pages": counters.recalled_pages,
+            "prefetched_used": counters.prefetched["used"],
+            "prefetched_late": counters.prefetched["late"],
+            "prefetched_wasted": counters.prefetched["wasted"],
+            "needed_but_cold_pages": counters.needed_cold,
+            "audits": sum(counters.attention_recall.counts),
+            "attention_recall": counters.attention_recall.total
+            / max(1, sum(counters.attention_recall.counts)),
             "dropped_pages": counters.dropped_pages.total(),
             "lost_pages": counters.lost_pages,
             "moved_pages": counters.moved_pages.total(),

@@ -8,12 +8,13 @@ version. *Discard*: memory that nobody names any more is free at once, unless a 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
+from tierkv.daemon.counters import Counters
 from tierkv.daemon.events import Instruction, SendPlan
 from tierkv.daemon.pages import PageStore
 from tierkv.daemon.policy import Thresholds
@@ -22,7 +23,7 @@ from tierkv.daemon.sessions import Client, Model, Session
 from tierkv.errors import BudgetTooSmall, GeometryMismatch, UnknownSession
 from tierkv.geometry import Geometry, fingerprint
 from tierkv.prefetch.digests import digest_shape
-from tierkv.protocol import Audit, BlankPage, PageChange, PageEntry, Plan, TableState
+from tierkv.protocol import BlankPage, PageChange, PageEntry, Plan, TableState
 from tierkv.quant import get as get_codec
 from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
@@ -36,8 +37,8 @@ PAGE_ID_EPOCH_SHIFT = 40
 class BrainConfig:
     """Sizes in bytes, watermarks as free fractions of HBM, bandwidth in bytes a second (0: unbounded).
 
-    `digest_share` is the fraction of HBM that digests of cold pages may take (0: none are made), `digest_layers` how many
-    of a page's last layers they describe (0: all).
+    `digest_share` is the fraction of HBM that digests of cold pages may take (0: none are made), `digest_layers` how
+    many of a page's last layers they describe (0: all).
     """
 
     hbm_bytes: int
@@ -72,38 +73,6 @@ class Retirement(NamedTuple):
     offset: int
     waits: set[int]
     whole_frame: bool
-
-
-@dataclass
-class Counters:
-    """Totals since the owner started; `metrics` exports them."""
-
-    moved_pages: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # src, dst, reason
-    moved_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    failed_moves: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    dropped_pages: Counter[tuple[str, str]] = field(default_factory=Counter)  # region, reason
-    lost_pages: int = 0
-    recalled_pages: int = 0
-    prefetched: Counter[str] = field(default_factory=Counter)  # outcome: used, late, wasted
-    without_digest: int = 0  # pages that left HBM and found no room for a digest
-    audits: int = 0
-    needed_cold: int = 0  # pages that audits found not attended although they had much mass
-    attention_recall: float = 0.0  # of the last audit; `oracle_recall` is the best choice's at equal bytes
-    oracle_recall: float = 0.0
-    recall_buckets: Counter[int] = field(
-        default_factory=Counter
-    )  # audits by attention recall in percent, floored
-    recall_sum: float = 0.0
-    backpressure: int = 0
-    checksum_failures: int = 0
-    pins_refused: int = 0
-
-    def audited(self, audit: Audit) -> None:
-        self.audits += 1
-        self.needed_cold += audit.needed_cold
-        self.attention_recall, self.oracle_recall = audit.attended, audit.oracle
-        self.recall_sum += audit.attended
-        self.recall_buckets[int(100 * audit.attended)] += 1
 
 
 class State:

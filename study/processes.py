@@ -96,7 +96,13 @@ def failure(name: str, process: subprocess.Popen[str], log: Path) -> ProcessFail
     return ProcessFailed(f"the {name} ended with code {process.poll()}; its last output:\n{said}")
 
 
-SETTINGS = {"low_watermark": 0, "high_watermark": 0, "digest_share": 0.25, "recent_tokens": 32}
+SETTINGS = {
+    "pin_quota": 0.6,
+    "low_watermark": 0,
+    "high_watermark": 0,
+    "digest_share": 0.25,
+    "recent_tokens": 32,
+}
 """Of the demo's daemon, whose pool is 12 exact pages. Room is made when it is asked for, not ahead: watermarks would
 keep frames empty. Digests take a larger share, and the recent window a smaller one, than in a pool of thousands."""
 

@@ -77,9 +77,7 @@ def arm_reports(results: Sequence[EpisodeResult]) -> dict[str, ArmReport]:
 def tier_reports(results: Sequence[EpisodeResult]) -> dict[str, TierReport]:
     uses: list[TierUse] = [r.tiers for r in results if r.arm == "tiered" and r.tiers is not None]
     return {
-        tier: TierReport(
-            statistics.mean(u.pages[tier] for u in uses), statistics.mean(u.bytes[tier] for u in uses)
-        )
+        tier: TierReport(_mean([use.pages[tier] for use in uses]), _mean([use.bytes[tier] for use in uses]))
         for tier in TIERS
     }
 

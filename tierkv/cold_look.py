@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.attention.contract import Cold, ColdPages, ColdSeen, PoolView
+from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, PoolView
 from tierkv.protocol import Audit
 from tierkv.recall import Estimates
 from tierkv.rows import ColdRows
@@ -55,15 +55,18 @@ class ColdLook:
         self._digest_layers = host.digest_layers
         self._edges = np.concatenate(([0], np.cumsum([len(row.pages) for row in rows])))
         pages = ColdPages(
-            *(
-                np.concatenate([getattr(row, name) for row in rows])
-                for name in ("digests", "offsets", "kinds", "counts")
-            ),
+            np.concatenate([row.digests for row in rows]),
+            np.concatenate([row.offsets for row in rows]),
+            np.concatenate([row.kinds for row in rows]),
+            np.concatenate([row.counts for row in rows]),
             np.concatenate([row.starts + base for row, base in zip(rows, bases, strict=True)]),
             self._edges,
         )
         count = len(pages.offsets)
-        self.cold = Cold(pages, host, looks.read)
+        few = (
+            looks.read > 0 and max(len(row.pages) for row in rows) <= looks.read
+        )  # then nothing has to be chosen
+        self.cold = Cold(pages, host, READ_ALL if few else looks.read)
         self.seen = ColdSeen(
             np.zeros(count, np.float32),
             np.zeros(count, np.float32) if looks.audit else None,
@@ -127,7 +130,7 @@ class ColdLook:
 def look_at_cold(
     sessions: Sequence[ColdSession], stops: Sequence[int], bases: Sequence[int], looks: Looks
 ) -> ColdLook | None:
-    """`None` where there is nothing to look for, or no cold page. `stops`: tokens of each row that precede its query."""
+    """`None` where nothing is looked for or no page is cold. `stops`: tokens of each row that precede its query."""
     if not (looks.estimates or looks.read or looks.audit) or not any(s.has_cold for s in sessions):
         return None
     rows = [session.cold(stop) for session, stop in zip(sessions, stops, strict=True)]

@@ -110,7 +110,7 @@ class AttachedModel:
         return self._run_sliced(cache, batch, columns, chunk, kwargs)
 
     def _run_recalling(self, cache: TieredCache, batch: int, columns: int, kwargs: dict[str, Any]) -> Any:
-        """One forward whose tokens are a query: what it misses comes back, before its result counts if the cache is strict.
+        """One forward whose tokens are a query: what it misses comes back; before its result counts, if strict.
 
         A draft's verification and all slices of a long prompt but the last are run as they are.
         """

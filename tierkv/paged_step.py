@@ -175,7 +175,7 @@ class DecodeStep:
     def masses(self) -> list[NDArray[np.float32]]:
         if self._mass is None or not self._layers:
             return []
-        mass = self._mass / self._layers
+        mass = _mean(self._mass, self._layers)
         mass[~_covered(self._pages)] = np.nan
         rows = np.split(mass, self._bases[1:])
         return rows if self._cold is None else [self._cold.spread(i, row) for i, row in enumerate(rows)]
@@ -188,7 +188,7 @@ class DecodeStep:
             return []
         if self._cold is None:
             return [WHOLE] * len(self._lengths)
-        sums, kinds = _sums(self._mass / self._layers, self._pages), self._pages.kinds
+        sums, kinds = _sums(_mean(self._mass, self._layers), self._pages), self._pages.kinds
         edges = itertools.pairwise(self._pages.row_starts.tolist())
         return [
             self._cold.audit(row, self._lengths[row], sums[first:last], kinds[first:last], self._layers)
@@ -256,7 +256,7 @@ class PrefillStep:
             return []
         masses = []
         for sums, pages, look in zip(self._mass, self._pages, self._cold, strict=True):
-            mass = sums / self._layers
+            mass = _mean(sums, self._layers)
             mass[: pages.total_tokens][~_covered(pages)] = np.nan
             masses.append(mass if look is None else look.spread(0, mass))
         return masses
@@ -267,13 +267,13 @@ class PrefillStep:
     def audits(self) -> list[Audit | None]:
         if not self._audits or self._mass is None:
             return []
-        found = []
+        found: list[Audit | None] = []
         for new, mass, pages, look in zip(self._rows, self._mass, self._pages, self._cold, strict=True):
             if look is None:
                 found.append(WHOLE)
                 continue
             sums = np.append(
-                _sums(mass / self._layers, pages), mass[pages.total_tokens :].sum() / self._layers
+                _sums(_mean(mass, self._layers), pages), mass[pages.total_tokens :].sum() / self._layers
             )
             kinds = np.append(pages.kinds, np.int8(Kind.EXACT))  # the chunk's own tokens, as one more page
             found.append(look.audit(0, new.session.length, sums, kinds, self._layers))
@@ -283,6 +283,10 @@ class PrefillStep:
 def _pick(heads: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
     """`[heads, columns, head_dim]`, only the given columns."""
     return heads if columns is None else heads.index_select(1, columns)
+
+
+def _mean(mass: NDArray[np.float32], layers: int) -> NDArray[np.float32]:
+    return mass * np.float32(1 / layers)
 
 
 def _sums(mass: NDArray[np.float32], pages: Pages) -> NDArray[np.float32]:

@@ -237,7 +237,7 @@ class Observe(_Struct, tag="observe"):
 
 
 class Recall(_Struct, tag="recall"):
-    """Bring cold pages back as low-bit replicas, most wanted first; answered by `Ready` when they are there or cannot be.
+    """Bring cold pages back as low-bit replicas, most wanted first; answered by `Ready`, when what can be had is there.
 
     `masses` are the estimates (shares of attention) by which pages that are colder may give way. After `seconds` the
     answer comes with whatever is there; what is still on its way arrives as a plan.

@@ -30,7 +30,8 @@ class RecallOptions:
         mode: see the module.
         pages: cold pages that a query chunk (or a replayed step) asks the daemon for at most.
         read: cold pages that each KV head reads in place in a decode step at most.
-        chunk_read: the same for a chunk of many tokens, whose reading is shared by all of them.
+        chunk_read: the same for a chunk of many tokens, whose reading is shared by all of them: a chunk sees everything
+            while no more than so many pages are cold.
         seconds: how long a strict step waits for pages at most.
         missing: estimated share of attention, on pages that were not asked for lately, from which strict replays a
             decode step.
@@ -40,7 +41,7 @@ class RecallOptions:
     mode: RecallMode = "direct"
     pages: int = 16
     read: int = 8
-    chunk_read: int = 64
+    chunk_read: int = 256
     seconds: float = 1.0
     missing: float = 0.15
     audit_every: int = 16

@@ -151,8 +151,10 @@ class PageTable:
             self.verified[row] = 1 if verify(*(int(value) for value in place)) else -1
         rows = rows[self.verified[rows] > 0]
         counts = np.minimum(self.count[rows], stop - self.start[rows]).astype(np.int32)
-        columns = (self.page, self.digest, self.host_offset, self.host_kind)
-        return ColdRows(*(column[rows] for column in columns), counts, self.start[rows])
+        return ColdRows(
+            self.page[rows], self.digest[rows], self.host_offset[rows], self.host_kind[rows], counts,
+            self.start[rows],
+        )  # fmt: skip
 
     @property
     def away(self) -> int:

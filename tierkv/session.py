@@ -37,8 +37,8 @@ from tierkv.geometry import Geometry
 from tierkv.line import Call
 from tierkv.pool import checksum, codec_state
 from tierkv.protocol import (
-    BlankPage,
     Audit,
+    BlankPage,
     Close,
     Commit,
     Crop,
@@ -129,8 +129,9 @@ class Daemon(Protocol):
 
 
 NO_COLD_ROWS = ColdRows(
-    *(np.zeros(0, dtype) for dtype in (np.int64, np.int64, np.int64, np.int8, np.int32, np.int64))
-)
+    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int8),
+    np.zeros(0, np.int32), np.zeros(0, np.int64),
+)  # fmt: skip
 
 
 class _Span(NamedTuple):
@@ -243,8 +244,8 @@ class Session:
     def cold(self, stop: int) -> ColdRows:
         """Cold pages that hold tokens `[0, stop)` and can be read in host memory, in token order.
 
-        Their bytes are verified against the checksum the first time. A damaged page is left out, and the daemon is asked
-        to bring it back, which makes it find the damage too and count the page as lost.
+        Their bytes are verified against the checksum the first time. A damaged page is left out, and the daemon is
+        asked to bring it back, which makes it find the damage too and count the page as lost.
         """
         with self._changed:
             if not self._table.away:
@@ -258,6 +259,11 @@ class Session:
         if tokens > 0:
             with self._changed:
                 self._labels.append(Run(parse_region(region), tokens))
+
+    def unlabel(self) -> None:
+        """Forget labels that no token has taken yet."""
+        with self._changed:
+            self._labels.clear()
 
     def reserve(self, tokens: int) -> None:
         """Take the pages of a coming `begin(tokens)`, waiting for room; the session stays between steps meanwhile.
@@ -375,7 +381,7 @@ class Session:
     ) -> None:
         """Bring cold pages (ids, most wanted first) back as low-bit replicas.
 
-        Pages that cannot be had (no room that colder pages could make, or `seconds` are over) stay cold: that is no error.
+        Pages that cannot be had (no room that colder pages could make, or `seconds` are over) stay cold: no error.
 
         Args:
             masses: estimated shares of attention; only pages with less give way.

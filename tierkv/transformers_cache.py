@@ -265,7 +265,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         return rested and max(best, default=0.0) >= self.recall.missing
 
     def ask_for_pages(self, wait: bool) -> None:
-        """Ask the daemon for the cold pages that the last forward expects most of; with `wait`, until they are there."""
+        """Ask the daemon for the cold pages that the last forward expects most of, and maybe wait for them."""
         if not self.recall.pages:
             return
         self._asked_at = self.padded_length

@@ -20,6 +20,7 @@ from tests.contract.test_attention import CLOSE, DTYPES, MASS_CLOSE, Case, make_
 from tierkv import attention, quant
 from tierkv.attention.contract import (
     CHOOSING_QUERIES,
+    READ_ALL,
     Attended,
     Cold,
     ColdPages,
@@ -377,6 +378,32 @@ class TestEveryAttentionOverColdPages:
             logits = [both.logits(query[row], part, scale) for part in (here, there)]
             check_row(got, row, torch.cat(logits, -1), here, there, ratio, token_mass)
         np.testing.assert_allclose(seen.attended, 1.0, atol=1e-5)
+
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_all_pages_are_read_without_digests_too(self, implementation: PagedAttention, layer: int) -> None:
+        """Only the last layer has digests, and half of the pages have none."""
+        both = make_both(41, (5, 0, 3), (6, 8, 1), read=READ_ALL, without=(0, 2, 7, 9))
+        query, scale = random_query(41, 3, 9, 64), 0.125
+        token_mass, seen = np.zeros(both.pages.total_tokens, np.float32), audit_of(both)
+        got = implementation.decode(
+            query, both.case.view, both.pages, layer, scale, None, token_mass, both.cold, seen
+        )
+        for row in range(3):
+            here, there = both.part(False, row, layer), both.part(True, row, layer)
+            logits = [both.logits(query[row], part, scale) for part in (here, there)]
+            check_row(got, row, torch.cat(logits, -1), here, there, 3, token_mass)
+        np.testing.assert_allclose(seen.attended, 1.0, atol=1e-5)
+        assert (seen.estimates.max() > 0) == (layer == 1)
+
+    def test_a_chunk_reads_all_pages(self, implementation: PagedAttention) -> None:
+        both, read = (make_both(42, (4,), (7,), read=count, digest_layers=2) for count in (READ_ALL, 7))
+        query = random_query(42, 5, 9, 64).transpose(0, 1)
+        keys, values = (random_query(42 + i, 5, 3, 64).transpose(0, 1) for i in (1, 2))
+        outs = [
+            implementation.prefill(query, keys, values, b.case.view, b.pages, 0, 0.125, cold=b.cold).out
+            for b in (both, read)
+        ]
+        torch.testing.assert_close(outs[0], outs[1], **CLOSE)
 
     def test_what_was_attended_and_what_was_not_sum_to_one(self, implementation: PagedAttention) -> None:
         """With one KV head all query heads read the same pages, so that unread pages are the same for all."""

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tierkv.daemon.counters import Counters
 from tierkv.daemon.metrics import EMPTY, Metrics
 from tierkv.daemon.server import NoMetrics
 from tierkv.daemon.snapshot import Snapshot
-from tierkv.daemon.state import Counters
+from tierkv.protocol import Audit
 
 DESIGNED = {
     "tierkv_tier_bytes": {"tier"},
@@ -31,6 +32,10 @@ DESIGNED = {
     "tierkv_loop_ticks_total": set(),
     "tierkv_page_score_bucket": {"region", "le"},
     "tierkv_host_checksum_failures_total": set(),
+    "tierkv_attention_recall_ratio_bucket": {"le"},
+    "tierkv_needed_but_cold_pages_total": set(),
+    "tierkv_recall_seconds_bucket": {"le"},
+    "tierkv_prefetch_pages_total": {"outcome"},
 }
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -54,6 +59,18 @@ def test_every_name_of_the_design_is_there_from_the_start_with_its_labels() -> N
         keys = [{label for label, _ in key} for sample, key in found if sample == name]
         assert keys, f"{name} is missing"
         assert all(key == labels for key in keys), name
+
+
+def test_audits_fill_the_histogram_of_attention_recall() -> None:
+    counters = Counters()
+    for share in (0.4, 0.85, 0.97, 1.0):
+        counters.audited(Audit(share, 1.0, 1.0 - share, 0.0, 2))
+    found = samples(Metrics(1, lambda: replace(EMPTY, counters=counters)))
+    edges = {"0.5": 1, "0.8": 1, "0.85": 2, "0.95": 2, "0.98": 3, "1.0": 4, "+Inf": 4}
+    assert {le: value(found, "tierkv_attention_recall_ratio_bucket", le=le) for le in edges} == edges
+    assert value(found, "tierkv_attention_recall_ratio_sum") == pytest.approx(3.22)
+    assert value(found, "tierkv_attention_recall_last_ratio") == 1.0
+    assert value(found, "tierkv_needed_but_cold_pages_total") == 8
 
 
 def test_everything_starts_at_zero_except_the_epoch() -> None:
@@ -158,7 +175,18 @@ def test_names_have_the_prefix_and_labels_are_few_and_never_sessions() -> None:
             assert line.startswith("tierkv_")
             assert "session=" not in line
     labels = set(re.findall(r'(\w+)="', text))
-    assert labels == {"tier", "pool", "region", "src", "dst", "reason", "op", "code", "le"}
+    assert labels == {
+        "tier",
+        "pool",
+        "region",
+        "src",
+        "dst",
+        "reason",
+        "op",
+        "code",
+        "le",
+        "outcome",
+    }
 
 
 def test_two_registries_do_not_meet() -> None:

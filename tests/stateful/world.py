@@ -300,7 +300,7 @@ class World:
                 r.host_offset,
                 r.checksum,
                 r.digest,
-            )  # fmt: skip
+            )
             for r in session.rows
         ]
         table = TableState(

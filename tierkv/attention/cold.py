@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.attention.cold_kernels import add_read_mass, audit_pages, read_in_place
-from tierkv.attention.contract import Cold, ColdPages, ColdSeen, Pages, PoolView
+from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, Pages, PoolView
 from tierkv.attention.estimate_kernels import estimate
 from tierkv.attention.online_softmax import Floats, Words
 from tierkv.numba_setup import thread_count
@@ -93,6 +94,11 @@ def look(
     rows, columns, dim = query.shape
     pairs = rows * geometry.num_kv_heads
     first_layer = geometry.num_layers - pool.digest_layers
+    if cold.read == READ_ALL:
+        everything = _everything(cold.pages.row_starts, geometry.num_kv_heads)
+        if seen is not None:
+            look(scratch, query, pool, cold._replace(read=0), layer, scale, log_sum_exp, queries, seen)
+        return everything
     starts = np.zeros(pairs + 1, np.int64)
     chosen = np.empty(pairs * cold.read, np.int64)
     if layer < first_layer or not count or (cold.read == 0 and seen is None):
@@ -108,6 +114,14 @@ def look(
         NOTHING if seen is None else seen.estimates, chosen, starts,
     )  # fmt: skip
     return Choice(chosen[: starts[-1]], starts)
+
+
+def _everything(row_starts: NDArray[np.int64], kv_heads: int) -> Choice:
+    """Every page of a row for each of its KV heads."""
+    rows = [np.arange(first, last) for first, last in itertools.pairwise(row_starts.tolist())]
+    pages = [row for row in rows for _ in range(kv_heads)]
+    starts = np.concatenate(([0], np.cumsum([len(row) for row in pages]))).astype(np.int64)
+    return Choice(np.concatenate([np.zeros(0, np.int64), *pages]), starts)
 
 
 def read(

@@ -67,12 +67,17 @@ class ColdPages(NamedTuple):
     row_starts: NDArray[np.int64]  # [rows + 1]
 
 
+READ_ALL = -1
+"""`Cold.read`: every cold page is read by every head at every layer, whether it has a digest or not."""
+
+
 class Cold(NamedTuple):
     """Cold pages and how many of them attention may read where they are."""
 
     pages: ColdPages
     host: PoolView  # the mapped host pool; geometry, codec and codec_state are those of HBM
-    read: int  # pages that a KV head reads in place at most (chosen anew at each layer that has digests); 0: none
+    read: int
+    """Pages that a KV head reads in place at most, chosen anew at each layer with digests; `READ_ALL`: all of them."""
 
 
 class ColdSeen(NamedTuple):
@@ -127,7 +132,7 @@ class PagedAttention(Protocol):
             page_mass: `[pages]`, gets the attention probability of each page added, averaged over query heads.
             token_mass: `[total_tokens]`, the same for each token, those of cold pages read in place included (query
                 heads that did not read a page count as zero).
-            cold: the rows' cold pages; none are read at a layer without digests.
+            cold: the rows' cold pages; none are chosen at a layer without digests.
             seen: gets what was seen of the cold pages added; ignored without `cold`.
 
         A row that attends nothing gets zeros and `log_sum_exp = -inf`.

@@ -9,7 +9,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdPages, ColdSeen, Pages, PoolView
+from tierkv.attention.contract import (
+    CHOOSING_QUERIES,
+    READ_ALL,
+    Attended,
+    Cold,
+    ColdPages,
+    ColdSeen,
+    Pages,
+    PoolView,
+)
 from tierkv.attention.reference_cold import estimates_of, pages_read, shares_of
 from tierkv.table import Kind
 
@@ -105,7 +114,10 @@ def _attend(
         shares = shares_of(estimates, logits[:, asking].logsumexp(-1))
         if seen is not None:
             seen.estimates[first:last] += shares[:, -1].mean(0).float().numpy()
-        read = pages_read(estimates, shares, keys.shape[0], cold.read, together)
+        if cold.read != READ_ALL:
+            read = pages_read(estimates, shares, keys.shape[0], cold.read, together)
+    if cold.read == READ_ALL:
+        read[:] = True
     chosen = (read.any(0).nonzero().squeeze(-1) + first).tolist()
     cold_keys, cold_values = _dense(cold.host, cold.pages, chosen, layer)
     unread = ~_by_token(read[:, [page - first for page in chosen]], cold.pages, chosen)

@@ -1,0 +1,56 @@
+"""Totals since the owner started: the brain counts, metrics export."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tierkv.protocol import Audit
+
+RATIO_EDGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1.0)
+"""Upper edges of attention recall."""
+
+SECONDS_EDGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Upper edges of the time that a recall takes."""
+
+
+@dataclass
+class Buckets:
+    """A histogram: `counts[i]` values lie at or below `edges[i]` and above the edge before it; the last ones beyond."""
+
+    edges: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.edges) + 1)
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.edges, value)] += 1
+        self.total += value
+
+
+@dataclass
+class Counters:
+    moved_pages: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # src, dst, reason
+    moved_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failed_moves: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    dropped_pages: Counter[tuple[str, str]] = field(default_factory=Counter)  # region, reason
+    lost_pages: int = 0
+    recalled_pages: int = 0
+    prefetched: Counter[str] = field(default_factory=Counter)  # pages by outcome: used, late, wasted
+    without_digest: int = 0  # pages that left HBM and found no room for a digest
+    needed_cold: int = 0  # pages that audits found not attended although they had much mass
+    attention_recall: Buckets = field(default_factory=lambda: Buckets(RATIO_EDGES))
+    recall_seconds: Buckets = field(default_factory=lambda: Buckets(SECONDS_EDGES))
+    last_audit: Audit | None = None
+    backpressure: int = 0
+    checksum_failures: int = 0
+    pins_refused: int = 0
+
+    def audited(self, audit: Audit) -> None:
+        """A worker compared what it attended with what it would have attended over all pages."""
+        self.needed_cold += audit.needed_cold
+        self.last_audit = audit
+        self.attention_recall.add(audit.attended)
