@@ -206,15 +206,19 @@ class _FromSnapshot(Collector):
             "recall_seconds", "From a step's request for pages to its answer.", counters.recall_seconds
         )
         audit = counters.last_audit
-        for name, share, what in (
-            ("attention_recall_last_ratio", audit and audit.attended, "The last audit's attention recall."),
+        for gauge, share, meaning in (
+            (
+                "attention_recall_last_ratio",
+                audit.attended if audit else None,
+                "The last audit's attention recall.",
+            ),
             (
                 "oracle_recall_last_ratio",
-                audit and audit.oracle,
+                audit.oracle if audit else None,
                 "What the best pages of as many bytes would have.",
             ),
         ):
-            yield _gauge(name, what, [], {} if share is None else {(): share})
+            yield _gauge(gauge, meaning, [], {} if share is None else {(): share})
         yield _score_histogram(now)
 
 

@@ -8,7 +8,6 @@ its batch, so that grouped queries read the same keys through a stride of zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +53,7 @@ def attend(
     earlier: Blocks, new_tokens: int, token_mass: NDArray[np.float32] | None, window: int,
     more: Callable[[torch.Tensor, torch.Tensor], Blocks] | None = None,
 ) -> Attended:  # fmt: skip
-    """`PagedAttention.prefill`; `earlier()` yields the pages' blocks (twice, if masses are wanted).
+    """`PagedAttention.prefill`; `earlier()` yields the pages' blocks.
 
     Args:
         new_tokens: where the chunk's own tokens start in `token_mass`.
@@ -68,30 +67,28 @@ def attend(
         values.detach().float(),
         np.arange(new_tokens, new_tokens + chunk, dtype=np.int64),
     )
+    looked = (
+        _Looked(grouped[:, :, -min(window, chunk) :], scale) if token_mass is not None and window else None
+    )
     so_far = flash(grouped, new.keys, new.values, scale, causal=True)
-    so_far = _merge(grouped, scale, earlier(), *so_far)
-    further = _no_blocks if more is None else more(grouped, so_far[1])
-    out, log_sum_exp = _merge(grouped, scale, further(), *so_far)
-    if token_mass is not None and window > 0:
-        last = min(window, chunk)
-        for block in chain(earlier(), further()):
-            _add_mass(grouped[:, :, -last:], log_sum_exp[:, :, -last:], block, scale, chunk, token_mass)
+    so_far = _merge(grouped, scale, earlier(), *so_far, looked)
+    further = () if more is None else more(grouped, so_far[1])()
+    out, log_sum_exp = _merge(grouped, scale, further, *so_far, looked)
+    if looked is not None and token_mass is not None:
         for block in _pieces(new):
-            _add_mass(
-                grouped[:, :, -last:], log_sum_exp[:, :, -last:], block, scale, chunk, token_mass, new_tokens
-            )
+            looked.see(block, new_tokens, chunk)
+        looked.add_mass(log_sum_exp, token_mass)
     return Attended(out.reshape(query.shape), log_sum_exp.reshape(query.shape[:-1]))
 
 
-def _no_blocks() -> Iterable[Block]:
-    return ()
-
-
 def _merge(
-    grouped: torch.Tensor, scale: float, blocks: Iterable[Block], out: torch.Tensor, log_sum_exp: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    grouped: torch.Tensor, scale: float, blocks: Iterable[Block], out: torch.Tensor, log_sum_exp: torch.Tensor,
+    looked: _Looked | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over what was attended so far and over further blocks, all of whose tokens every query sees."""
     for block in blocks:
+        if looked is not None:
+            looked.see(block)
         part, part_log = flash(grouped, block.keys, block.values, scale, causal=False)
         merged = torch.logaddexp(log_sum_exp, part_log)
         mine, theirs = ((log - merged).exp_().unsqueeze(-1) for log in (log_sum_exp, part_log))
@@ -105,21 +102,29 @@ def _pieces(block: Block) -> Iterator[Block]:
         yield Block(block.keys[:, piece], block.values[:, piece], block.tokens[piece])
 
 
-def _add_mass(
-    query: torch.Tensor, log_sum_exp: torch.Tensor, block: Block, scale: float, chunk: int,
-    token_mass: NDArray[np.float32], new_tokens: int | None = None,
-) -> None:  # fmt: skip
-    """Add a block's mass, averaged over heads and queries; `query` `[kv_heads, group, last, head_dim]`.
+class _Looked:
+    """Logits of a chunk's last queries, kept block by block until their log-sum-exp is known.
 
-    With `new_tokens` the block is part of the chunk: query `t` of the chunk sees its tokens `0..t`.
+    A block need not be read again for its mass: 16 queries of 9 heads are 576 bytes a token, its keys and values 1,536.
     """
-    last = query.shape[2]
-    logits = torch.matmul(query, block.keys.unsqueeze(1).transpose(-1, -2)) * scale
-    mass = (logits - log_sum_exp.unsqueeze(-1)).exp_()
-    if new_tokens is not None:
-        asks = torch.arange(chunk - last, chunk).unsqueeze(-1)
-        mass *= torch.from_numpy(block.tokens - new_tokens) <= asks
-    np.add.at(token_mass, block.tokens, mass.mean(dim=(0, 1, 2)).numpy())
+
+    def __init__(self, query: torch.Tensor, scale: float) -> None:
+        self._query, self._scale = query, scale  # [kv_heads, group, last, head_dim]
+        self._seen: list[tuple[torch.Tensor, NDArray[np.int64]]] = []
+
+    def see(self, block: Block, new_tokens: int | None = None, chunk: int = 0) -> None:
+        """With `new_tokens` the block is part of the chunk: query `t` of the chunk sees its tokens `0..t`."""
+        logits = torch.matmul(self._query, block.keys.unsqueeze(1).transpose(-1, -2)) * self._scale
+        if new_tokens is not None:
+            asks = torch.arange(chunk - self._query.shape[2], chunk).unsqueeze(-1)
+            logits.masked_fill_(torch.from_numpy(block.tokens - new_tokens) > asks, -torch.inf)
+        self._seen.append((logits, block.tokens))
+
+    def add_mass(self, log_sum_exp: torch.Tensor, token_mass: NDArray[np.float32]) -> None:
+        """Add each token's mass, averaged over heads and queries."""
+        last = log_sum_exp[:, :, -self._query.shape[2] :].unsqueeze(-1)
+        for logits, tokens in self._seen:  # a token lies in one block only
+            token_mass[tokens] += (logits - last).exp_().mean(dim=(0, 1, 2)).numpy()
 
 
 __all__ = ["BLOCK_TOKENS", "Block", "Blocks", "attend", "flash"]
