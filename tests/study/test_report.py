@@ -77,16 +77,20 @@ def test_attention_recall_is_the_mean_of_each_tiered_arms_audits_and_the_oracle_
         ]
     )
     assert found == AttentionRecall(
-        tiered=pytest.approx(0.8), tiered_recall_off=0.5, oracle=pytest.approx(0.7), audits=3
+        tiered=pytest.approx(0.8),
+        tiered_recall_off=0.5,
+        oracle=pytest.approx(0.7),
+        oracle_recall_off=0.1,
+        audits=3,
     )
-    assert attention_recall([result("full", 4)]) == AttentionRecall(0.0, 0.0, 0.0, 0)
+    assert attention_recall([result("full", 4)]) == AttentionRecall(0.0, 0.0, 0.0, 0.0, 0)
 
 
 def test_the_screen_shows_every_arm_tier_and_figure_and_is_a_hundred_columns_wide():
     regions = {region.label: 0.25 for region in PROBED}
     arms = {arm: ArmReport(0.5, regions, 50.0 + i) for i, arm in enumerate(ARMS)}
     tiers = {"hbm": TierReport(6.5, 2**20)}
-    recall = AttentionRecall(0.87, 0.61, 0.66, 48)
+    recall = AttentionRecall(0.87, 0.61, 0.66, 0.63, 48)
     screen = io.StringIO()
     report = DemoReport(0.12, 1000, 1623, 6, arms, tiers, recall, 999, 998, 3, 12.0)
     Console(file=screen, width=100).print(render(report))
@@ -95,7 +99,7 @@ def test_the_screen_shows_every_arm_tier_and_figure_and_is_a_hundred_columns_wid
     shown = [
         "full cache", "drop pages (MemDecay)", "quantize everything", "tierkv, recall off", "54",
         *(region.label for region in PROBED), "0.50", "100%", "12%",
-        "6.5", "1.00 MiB", "1,623", "12 s", "0.87", "0.61", "0.66", "48 audits",
+        "6.5", "1.00 MiB", "1,623", "12 s", "0.87", "0.61", "0.66", "0.63", "48 audits",
     ]  # fmt: skip
     for expected in shown:
         assert expected in text
