@@ -100,11 +100,13 @@ SETTINGS = {
     "pin_quota": 0.6,
     "low_watermark": 0,
     "high_watermark": 0,
-    "digest_share": 0.25,
+    "digest_share": 0.17,
+    "digest_layers": 15,
     "recent_tokens": 32,
 }
 """Of the demo's daemon, whose pool is 12 exact pages. Room is made when it is asked for, not ahead: watermarks would
-keep frames empty. Digests take a larger share, and the recent window a smaller one, than in a pool of thousands."""
+keep frames empty. Digests of the last 15 of 30 layers take a sixth, which leaves more to low-bit pages than all layers
+would. Pins reach half of the system's pages: with more, a slice of a prompt finds no room beside them."""
 
 
 def daemon_command(state_dir: Path, hbm: int, host: int) -> list[str]:
