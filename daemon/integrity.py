@@ -26,6 +26,7 @@ def _check_bytes(state: State, moves: Moves) -> None:
     pages = state.pages
     used: dict[str, Counter[int]] = {"hbm": Counter(), "host": Counter()}
     sizes: dict[str, int] = {"hbm": 0, "host": 0}
+    coming = Counter[int]()
 
     def own(pool: str, offset: int, size: int) -> None:
         used[pool][offset] += 1
@@ -46,9 +47,12 @@ def _check_bytes(state: State, moves: Moves) -> None:
     for move in moves.flying.values():
         if move.act not in (Act.FORK, Act.FIT):
             own(move.pool, move.destination, move.size_class.item)
+            coming[move.slot] += move.size_class.item * (move.pool == "hbm")
     for model in state.models.values():
         if model.state_offset != NOWHERE:
             own("hbm", model.state_offset, model.state_bytes)
+    for slot in pages.slots().tolist():
+        assert pages.coming[slot] == coming[slot], "bytes on their way to a page are miscounted"
     for pool, counts in used.items():
         twice = [offset for offset, n in counts.items() if n > 1]
         assert not twice, f"{pool} bytes at {twice[:3]} have two owners"

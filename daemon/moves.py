@@ -243,6 +243,10 @@ class Moves:
             return False
         if pages.host_kind[slot] == Kind.QUANTIZED and not model.ready:
             return False
+        owner = state.sessions[int(pages.owner[slot])]
+        budget = owner.options.hbm_budget
+        if budget and budget - state.hbm_bytes_of(owner) < model.digest.item:
+            return False
         destination = state.hbm.allocate(model.digest)
         if destination is None:
             return False
@@ -343,6 +347,8 @@ class Moves:
         for read in (slot, *others):
             self.state.pages.moving[read] += 1
         self._acts.setdefault(slot, set()).add(act)
+        if pool == "hbm" and act not in (Act.FORK, Act.FIT):
+            self.state.pages.coming[slot] += size_class.item
         return move
 
     def _charge(self, size: int) -> None:
@@ -360,6 +366,8 @@ class Moves:
             del self._acts[move.slot]
         for slot in (move.slot, *move.others):
             self.state.pages.moving[slot] -= 1
+        if move.pool == "hbm" and move.act not in (Act.FORK, Act.FIT):
+            self.state.pages.coming[move.slot] -= move.size_class.item
         return move
 
     def _bury(self, move: Move) -> None:

@@ -69,6 +69,7 @@ class PageStore:
         self.checksum = np.zeros(0, np.uint64)  # of the host replica
         self.digest = np.zeros(0, np.int64)  # HBM offset of the digest that a cold page leaves
         self.moving = np.zeros(0, np.int16)  # moves in flight that read or write the page
+        self.coming = np.zeros(0, np.int64)  # HBM bytes that they will have written for it
         self.doomed = np.zeros(0, bool)  # released while moving
         self.goal = np.zeros(0, np.int8)
         self.guard = np.zeros(0, np.int8)

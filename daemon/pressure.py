@@ -141,8 +141,15 @@ class Pressure:
         budget = session.options.hbm_budget
         if not budget:
             return 1 << 62
-        spare = session.model.quant.item if session.ladder is Ladder.TIERED else 0  # for one page in transit
+        model = session.model
+        spare = model.quant.item + model.digest.item if session.ladder is Ladder.TIERED else 0  # a page in transit
         return budget - spare - self._state.hbm_bytes_of(session)
+
+    def may_encode(self, slot: int) -> bool:
+        """Whether a session's budget leaves room for a low-bit replica beside the exact one that it will replace."""
+        session = self._state.sessions[int(self._state.pages.owner[slot])]
+        budget = session.options.hbm_budget
+        return not budget or budget - self._state.hbm_bytes_of(session) >= session.model.quant.item
 
     def _over_budget(self, session: Session) -> int:
         """Bytes the session must give back, beyond what is already on its way."""
@@ -151,9 +158,8 @@ class Pressure:
         going = (pages.goal[slots] == Goal.QUANTIZED) & (pages.kind[slots] == Kind.EXACT)
         saved = session.model.exact.item - session.model.quant.item
         gone = (pages.goal[slots] == Goal.HOST) & (pages.kind[slots] == Kind.QUANTIZED)
-        coming = (
-            int(going.sum()) * saved + int(gone.sum()) * session.model.quant.item + session.retiring_bytes
-        )
+        coming = int(going.sum()) * saved + int(pages.coming[slots[going]].sum())
+        coming += int(gone.sum()) * session.model.quant.item + session.retiring_bytes
         return wanted - self.budget_room(session) - coming
 
     # Making room ---------------------------------------------------------------------------------------------
@@ -190,6 +196,8 @@ class Pressure:
                 if model.fitting:
                     return 0  # wait for it: nothing has to leave HBM meanwhile
             else:
+                if not self.may_encode(slot):
+                    continue
                 free = state.hbm.free_bytes
                 if not moves.demote(slot, Goal.QUANTIZED, "pressure"):
                     without_slot.add(model.index)  # for its low-bit form; pages of other models may find one
@@ -326,6 +334,8 @@ class Pressure:
                 model = state.model_of(slot)
                 if goal is Goal.QUANTIZED and not model.ready:
                     self.fit(model)
+                elif goal is Goal.QUANTIZED and not self.may_encode(slot):
+                    continue
                 elif moves.full() or not moves.demote(slot, goal, "threshold"):
                     break
 

@@ -138,5 +138,7 @@ class Promotion:
         ]
         for slot in self._scores.coldest_first(soon):
             spare -= state.model_of(slot).quant.item
+            if not self._pressure.may_encode(slot):
+                continue
             if spare < state.model_of(slot).exact.frame or self._moves.full() or not self._moves.encode(slot):
                 break

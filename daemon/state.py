@@ -333,12 +333,13 @@ class State:
         self.forget_model(session.model)
 
     def hbm_bytes_of(self, session: Session) -> int:
-        """Bytes that the session's replicas, blanks and retiring memory take in HBM."""
+        """Bytes that the session's replicas, blanks and retiring memory take in HBM, and that moves are writing there."""
         slots, model = session.pages.view, session.model
         exact = int(np.count_nonzero(self.pages.exact[slots] != NOWHERE)) + len(session.blanks)
         quant = int(np.count_nonzero(self.pages.quant[slots] != NOWHERE))
         digests = int(np.count_nonzero(self.pages.digest[slots] != NOWHERE)) * model.digest.item
-        return exact * model.exact.item + quant * model.quant.item + digests + session.retiring_bytes
+        coming = int(self.pages.coming[slots].sum())
+        return exact * model.exact.item + quant * model.quant.item + digests + coming + session.retiring_bytes
 
     def kept_for_digests(self, model: Model) -> int:
         """Free frames (one or none) that wait for digests of the model's pages: while none has a free slot, up to their

@@ -117,18 +117,20 @@ class AttachedModel:
         if cache.verifies_drafts or not cache.recall.estimates or not cache.has_cold:
             return self._run(cache, batch, columns, kwargs)
         strict = cache.recall.mode == "strict"
-        if strict and columns > 1:
+        if columns > 1 and (not strict or cache.chunk_reads_all):
+            outputs = self._run(cache, batch, columns, kwargs)
+            cache.ask_for_pages(wait=strict)  # for the steps that follow
+            return outputs
+        if not strict:
+            return self._run(cache, batch, columns, kwargs)
+        if columns > 1:
             self._run(cache, batch, columns, self._scout_arguments(kwargs), attempt="scout")
-        elif strict:
+        else:
             outputs = self._run(cache, batch, columns, kwargs, attempt="replayable")
             if outputs is not None:
                 return outputs
-        if strict:
-            cache.ask_for_pages(wait=True)
-        outputs = self._run(cache, batch, columns, kwargs)
-        if columns > 1 and not strict:
-            cache.ask_for_pages(wait=False)
-        return outputs
+        cache.ask_for_pages(wait=True)
+        return self._run(cache, batch, columns, kwargs)
 
     def _scout_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Nobody reads a scout's logits."""

@@ -5,8 +5,9 @@ Each mode adds to the one before:
 off         cold pages are not attended and not estimated; they come back when the daemon has room
 background  steps estimate from digests what cold pages would get; the daemon brings the best back, a step late
 direct      attention also reads the cold pages with the largest estimates in place, from host memory
-strict      a new chunk of a query runs twice: once to find out which pages it wants (the scout, whose tokens are rolled
-            back), and again when they are there; a decode step that misses much is replayed likewise
+strict      a new chunk of a query that cannot read every cold page runs twice: once to find out which pages it wants
+            (the scout, whose tokens are rolled back), and again when they are there; a decode step that misses much is
+            replayed likewise
 """
 
 from __future__ import annotations

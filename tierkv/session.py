@@ -241,6 +241,11 @@ class Session:
         """Some page has no replica in HBM."""
         return self._table.away > 0
 
+    @property
+    def cold_pages(self) -> int:
+        """Pages without a replica in HBM."""
+        return self._table.away
+
     def cold(self, stop: int) -> ColdRows:
         """Cold pages that hold tokens `[0, stop)` and can be read in host memory, in token order.
 

@@ -257,6 +257,11 @@ class TieredCache(Cache):  # type: ignore[misc]
         """Some row has pages that left HBM."""
         return any(session.has_cold for session in self.sessions)
 
+    @property
+    def chunk_reads_all(self) -> bool:
+        """A chunk reads every cold page in place, exactly as it lies in host: it misses nothing."""
+        return max(session.cold_pages for session in self.sessions) <= self.recall.chunk_read
+
     def misses_much(self) -> bool:
         """The running forward expects more of cold pages than `recall.missing`, and none were asked for just before."""
         self._keep_estimates(self.running_step)

@@ -81,7 +81,7 @@ def test_traces_replay_under_a_budget_and_leave_nothing_behind(
     assert first["messages"] == len(TRACE)
     assert first["budget_bytes"] == int(0.25 * first["tokens"] * PAGE_BYTES / 16)
     # Memory on its way out counts until the worker has let go of it.
-    assert 0.5 < first["hbm_peak_bytes"] / first["budget_bytes"] < 1.25
+    assert 0.5 < first["hbm_peak_bytes"] / first["budget_bytes"] <= 1.0
     assert first["pages"]["quantized"] > 0
     assert first["pages"]["dropped"] == 0
     assert sum(first["pages"].values()) >= first["tokens"] / 16

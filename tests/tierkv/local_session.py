@@ -73,6 +73,7 @@ class LocalSession:
         self.cropped = 0  # crops below the horizon
 
     has_cold = False  # every page is exact
+    cold_pages = 0
 
     @property
     def host(self) -> PoolView:
