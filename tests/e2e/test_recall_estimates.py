@@ -31,7 +31,9 @@ POOL_BYTES = 12 * 368_640
 def test_estimates_of_cold_pages_sum_to_their_true_mass_within_a_factor_of_two(
     name: str, layers: int
 ) -> None:
-    """No offset is fitted; digests of all layers, or of the last ten. Audits of a whole replay: 16 decode steps and the last query of each slice of the prompt."""
+    """No offset is fitted; digests of all layers, or of the last ten. Audits of a whole replay: decode steps and the last
+    query of each slice of the prompt.
+    """
     model, tokenizer = load_smollm2()
     tokens = [token for span in spans(load_episode(name), tokenizer) for token in span.tokens]
     folder = Path(tempfile.mkdtemp(prefix="tierkv-", dir="/dev/shm"))
@@ -41,7 +43,7 @@ def test_estimates_of_cold_pages_sum_to_their_true_mass_within_a_factor_of_two(
     try:
         with tierkv.connect(folder, reserve_ahead=0) as client, torch.inference_mode():
             recall = RecallOptions("background", audit_every=1)
-            cache = TieredCache(attached.open(client, POOL_DTYPE, pins={}), chunk_tokens=96, recall=recall)
+            cache = TieredCache(attached.open(client, POOL_DTYPE, pins={}), recall=recall)
             model(torch.tensor([tokens[:-16]]), logits_to_keep=1, **{argument: cache})
             for token in tokens[-16:]:
                 model(torch.tensor([[token]]), **{argument: cache})
