@@ -333,7 +333,7 @@ class State:
         self.forget_model(session.model)
 
     def hbm_bytes_of(self, session: Session) -> int:
-        """Bytes that the session's replicas, blanks and retiring memory take in HBM, and that moves are writing there."""
+        """HBM bytes that the session's replicas, blanks and retiring memory take, and that moves are writing."""
         slots, model = session.pages.view, session.model
         exact = int(np.count_nonzero(self.pages.exact[slots] != NOWHERE)) + len(session.blanks)
         quant = int(np.count_nonzero(self.pages.quant[slots] != NOWHERE))

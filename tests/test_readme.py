@@ -138,7 +138,7 @@ def test_every_setting_of_the_table_exists_with_that_default() -> None:
         elif name == "http_port":
             assert (shown, default) == ("any free one", 0)
         else:
-            assert shown == default, name
+            assert shown == str(default), name
 
 
 def test_every_file_that_is_linked_or_shown_exists() -> None:

@@ -29,7 +29,7 @@ from tierkv.errors import TierKVError
 from tierkv.geometry import DTypeName
 from tierkv.model import CACHE_NAMES, attach
 from tierkv.regions import Region, parse_region
-from tierkv.transformers_cache import CHUNK_POOL_SHARE, CHUNK_TOKENS, TieredCache, TieredLayer
+from tierkv.transformers_cache import TieredCache, TieredLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,7 +97,7 @@ class Conversation:
         regions: region by role, over `chat_render.REGIONS`.
         dtype: of exact pages; default the model's.
         recall: mode of the `TieredCache`; None takes its default.
-        chunk_tokens: prompt tokens a forward at most; default that of `TieredCache`, less under a small `hbm_budget`.
+        chunk_tokens: prompt tokens a forward at most; default that of `TieredCache`.
         template_options: more variables for the chat template, such as `enable_thinking`.
         session_options: those of `Client.open`: `ladder`, `hbm_budget`, `pins`.
 
@@ -132,11 +132,6 @@ class Conversation:
         names = inspect.signature(model.forward).parameters
         self._cache_name = next(name for name in CACHE_NAMES if name in names)
         self.session: Session = attached.open(client, dtype, **session_options)
-        budget = session_options.get("hbm_budget", 0)
-        if chunk_tokens is None and budget:
-            g = self.session.geometry
-            share = min(budget, client.hbm_bytes) // (CHUNK_POOL_SHARE * g.token_bytes)
-            chunk_tokens = max(g.page_tokens, min(CHUNK_TOKENS, share))
         self._cache_options: dict[str, Any] = {"chunk_tokens": chunk_tokens}
         if recall is not None:
             self._cache_options["recall"] = recall
@@ -435,7 +430,7 @@ class Conversation:
                 self._cache.crop(-max(0, self._cache.padded_length - passed))
             raise
         finally:
-            _unlabel(self.session)
+            self.session.unlabel()
             self._held = _labelled(spans)[: min(self._cache.padded_length, self.session.length)]
 
 
@@ -466,12 +461,6 @@ def _ids(spans: Iterable[Span]) -> list[int]:
 
 def _labelled(spans: Iterable[Span]) -> list[tuple[Region, int]]:
     return [(span.region, token) for span in spans for token in span.tokens]
-
-
-def _unlabel(session: Session) -> None:
-    """Forget labels that wait for tokens which never came."""
-    with session._changed:
-        session._labels.clear()
 
 
 __all__ = ["MAX_NEW_TOKENS", "Conversation", "Reply"]

@@ -196,6 +196,11 @@ class Session:
         return self._table.tokens
 
     @property
+    def hbm_budget(self) -> int:
+        """Most bytes of HBM that the session may hold; 0: no bound of its own."""
+        return self.options.hbm_budget
+
+    @property
     def version(self) -> int:
         """Version of the page table in use."""
         return self._version

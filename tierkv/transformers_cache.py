@@ -37,7 +37,9 @@ CHUNK_TOKENS = 256
 """New tokens that one forward takes at most; a longer prompt runs in slices, so that it demotes as it goes."""
 
 CHUNK_POOL_SHARE = 4
-"""A slice takes at most one part in this many of the HBM pool: earlier pages and the next slice need room too."""
+"""A slice takes at most one part in this many of the HBM pool (or of the session's budget): earlier pages and the next
+slice need room too.
+"""
 
 REPLAY_REST = 8
 """Decode steps after pages were asked for in which no step is replayed: what did not come then will not come now."""
@@ -112,7 +114,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             and closes rows that beam search drops, so read `cache.sessions` afterwards. Sessions that already hold
             tokens are continued.
         attention: an implementation of `tierkv.attention`, or its name.
-        chunk_tokens: new tokens a forward takes at most; default 256, less when the HBM pool is small.
+        chunk_tokens: new tokens a forward takes at most; default 256, less when HBM pool or budget are small.
         recall: how pages that left HBM are attended all the same (`tierkv.recall`): a mode, or all its options.
 
     Raises:
@@ -194,14 +196,14 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._crop_sessions(max(0, self.padded_length + tokens_to_remove))
 
     def _crop_sessions(self, padded_length: int) -> None:
-        self.padded_length = padded_length
-        for pads, session in zip(self._pads, self.sessions, strict=True):
-            del pads[bisect_left(pads, self.padded_length) :]
-            length = self.padded_length - len(pads)
+        kept = [pads[: bisect_left(pads, padded_length)] for pads in self._pads]
+        for pads, session in zip(kept, self.sessions, strict=True):
+            length = padded_length - len(pads)
             if session.length > max(length, session.horizon):
                 session.rollback(max(length, session.horizon))
             if session.horizon > length:
                 session.crop(length)
+        self._pads, self.padded_length = kept, padded_length  # only now: a crop that fails can be tried again
         self._settle()
 
     def reset(self) -> None:
@@ -249,7 +251,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         if self._chunk_tokens is not None:
             return self._chunk_tokens
         session = self.sessions[0]
-        share = session.pool.data.size // (CHUNK_POOL_SHARE * session.geometry.token_bytes * rows)
+        room = min(session.hbm_budget * rows or session.pool.data.size, session.pool.data.size)
+        share = room // (CHUNK_POOL_SHARE * session.geometry.token_bytes * rows)
         return max(session.geometry.page_tokens, min(CHUNK_TOKENS, share))
 
     @property

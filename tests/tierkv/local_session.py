@@ -74,6 +74,7 @@ class LocalSession:
 
     has_cold = False  # every page is exact
     cold_pages = 0
+    hbm_budget = 0
 
     @property
     def host(self) -> PoolView:
@@ -82,7 +83,9 @@ class LocalSession:
     def cold(self, stop: int) -> ColdRows:
         raise AssertionError("there are no cold pages")
 
-    def recall(self, pages: Sequence[int], masses: Sequence[float], seconds: float, wait: bool = True) -> None:
+    def recall(
+        self, pages: Sequence[int], masses: Sequence[float], seconds: float, wait: bool = True
+    ) -> None:
         raise AssertionError("there are no cold pages")
 
     def label(self, region: str | Region, tokens: int) -> None:
