@@ -31,8 +31,9 @@ POOL_BYTES = 12 * 368_640
 def test_estimates_of_cold_pages_sum_to_their_true_mass_within_a_factor_of_two(
     name: str, layers: int
 ) -> None:
-    """No offset is fitted; digests of all layers, or of the last ten. Audits of a whole replay: decode steps and the last
-    query of each slice of the prompt.
+    """No offset is fitted; digests of all layers, or of the last ten.
+
+    Audits of a whole replay: decode steps, and the last query of each slice of the prompt.
     """
     model, tokenizer = load_smollm2()
     tokens = [token for span in spans(load_episode(name), tokenizer) for token in span.tokens]
