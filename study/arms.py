@@ -103,7 +103,7 @@ def run_episode(
     if arm == "full":
         return _run_full(worker, episode, told)
     if arm == "quantized":
-        return run_quantized(worker.model, worker.tokenizer, episode, worker.pool_bytes, told)
+        return _run_quantized(worker, episode, told)
     if arm in PAGED:
         return _run_paged(worker, episode, arm, told)
     raise ValueError(f"arm {arm!r} does not exist; use one of {', '.join(ARMS)}")
@@ -121,20 +121,14 @@ def _run_full(worker: Worker, episode: Episode, told: Callable[[], None]) -> Epi
     return EpisodeResult(episode.name, "full", done, answers)
 
 
-def run_quantized(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    episode: Episode,
-    budget: int | None,
-    told: Callable[[], None] = lambda: None,
-) -> EpisodeResult:
-    """The quantized arm within `budget` bytes; `None` keeps every page."""
+def _run_quantized(worker: Worker, episode: Episode, told: Callable[[], None]) -> EpisodeResult:
     from tierkv import quant
     from tierkv.study.quantized import QuantizedCache, forward
 
+    model, tokenizer = worker.model, worker.tokenizer
     config = model.config
     geometry = Geometry(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, POOL_DTYPE)
-    cache = QuantizedCache(config, geometry, quant.get(CODEC), budget)
+    cache = QuantizedCache(config, geometry, quant.get(CODEC), worker.pool_bytes)
     labelled = spans(episode, tokenizer)
     for span in labelled:
         cache.label(span.region, len(span.tokens))

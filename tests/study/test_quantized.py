@@ -15,8 +15,10 @@ from tierkv import quant
 from tierkv.geometry import Geometry
 from tierkv.quant.contract import Bytes, Codec, Floats
 from tierkv.regions import Region
-from tierkv.study import arms, quantized
 from tierkv.study import probe as probing
+from tierkv.study import quantized
+from tierkv.study.episodes import load_episodes, spans
+from tierkv.study.model import load_smollm2
 from tierkv.study.quantized import QuantizedCache, forward
 
 TOKENS = [(7 * i * i + 3 * i) % 26 for i in range(60)]
@@ -163,16 +165,27 @@ def test_a_question_over_a_fork_leaves_no_trace(model):
 
 @pytest.mark.model
 def test_low_bit_pages_answer_what_exact_ones_do():
-    """Every page of an episode in k3v2 but the first: as many of the demo's 24 facts as the full cache, within one."""
-    from tierkv.study.episodes import load_episodes
-    from tierkv.study.model import load_smollm2
+    """Every page of an episode in k3v2 but the first: the demo's 24 facts, which the full cache knows, but for one.
 
+    A greedy answer starts with the gold when each of its tokens is the likeliest after those before it: one forward.
+    """
     model, tokenizer = load_smollm2()
-    answers = [
-        answer
-        for episode in load_episodes()
-        for answer in arms.run_quantized(model, tokenizer, episode, None).answers
-    ]
-    assert len(answers) == 24
-    wrong = [(answer.text, answer.probe.gold) for answer in answers if not answer.correct]
-    assert len(wrong) <= 1, wrong
+    config = model.config
+    geometry = Geometry(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, "bfloat16")
+    known: dict[str, bool] = {}
+    for episode in load_episodes():
+        cache = QuantizedCache(config, geometry, quant.get("k3v2"))
+        for span in spans(episode, tokenizer):
+            cache.label(span.region, len(span.tokens))
+            forward(model, cache, span.tokens, chunk_tokens=256)
+        assert all(page.low for page in cache.pages[1:-1])
+        for probe in episode.probes:
+            prompt, text = tokenizer([probe.prompt, f"{probe.prompt} {probe.gold}"]).input_ids
+            positions = torch.arange(cache.length, cache.length + len(text))[None]
+            with probing.fork_dynamic(cache)() as fork, torch.inference_mode():
+                given = {probing.cache_argument(model): fork}
+                logits = model(torch.tensor([text]), position_ids=positions, **given).logits[0]
+            likeliest = logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+            known[f"{episode.name}: {probe.gold}"] = likeliest == text[len(prompt) :]
+    assert len(known) == 24
+    assert sum(known.values()) >= 23, [fact for fact, right in known.items() if not right]
