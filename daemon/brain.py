@@ -430,8 +430,9 @@ class Brain:
         self._answer(event.request, Done())
 
     def _recalled(self, event: events.Recalled) -> None:
-        self._admit()
-        self.recall.ask(event)
+        self.recall.ask(
+            event
+        )  # while workers are still waited for it waits; while draining, too, pages come back
 
     def _pinned(self, event: events.Pinned) -> None:
         session = self.state.session(event.session, event.client)
