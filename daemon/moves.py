@@ -243,6 +243,8 @@ class Moves:
             return False
         if pages.host_kind[slot] == Kind.QUANTIZED and not model.ready:
             return False
+        if not state.may_hold_digest(state.sessions.get(int(pages.owner[slot]))):
+            return False
         destination = state.hbm.allocate(model.digest)
         if destination is None:
             return False

@@ -142,7 +142,12 @@ class Pressure:
         if not budget:
             return 1 << 62
         spare = session.model.quant.item if session.ladder is Ladder.TIERED else 0  # for one page in transit
-        return budget - spare - self._state.hbm_bytes_of(session)
+        goals = self._state.pages.goal[
+            session.pages.view
+        ]  # of pages on their way back, whose room is taken already
+        coming = int(np.count_nonzero(goals == Goal.LOWBIT)) * session.model.quant.item
+        coming += int(np.count_nonzero(goals == Goal.EXACT)) * session.model.exact.item
+        return budget - spare - coming - self._state.hbm_bytes_of(session)
 
     def _over_budget(self, session: Session) -> int:
         """Bytes the session must give back, beyond what is already on its way."""

@@ -340,6 +340,15 @@ class State:
         digests = int(np.count_nonzero(self.pages.digest[slots] != NOWHERE)) * model.digest.item
         return exact * model.exact.item + quant * model.quant.item + digests + session.retiring_bytes
 
+    def may_hold_digest(self, session: Session | None) -> bool:
+        """One more digest fits into the share of the session's own budget that digests may take (always without one):
+        else a long session's digests would fill it, and nothing of it could give way.
+        """
+        if session is None or not session.options.hbm_budget:
+            return True
+        held = int(np.count_nonzero(self.pages.digest[session.pages.view] != NOWHERE)) + 1
+        return held * session.model.digest.item <= self.config.digest_share * session.options.hbm_budget
+
     def kept_for_digests(self, model: Model) -> int:
         """Free frames (one or none) that wait for digests of the model's pages: while none has a free slot, up to their
         share of HBM.

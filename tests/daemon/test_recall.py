@@ -13,7 +13,7 @@ from tierkv.daemon.moves import Act
 from tierkv.daemon.pages import Goal
 from tierkv.daemon.state import BrainConfig
 from tierkv.prefetch.digests import digest_shape
-from tierkv.protocol import Audit, Failure, Ready, Reserved
+from tierkv.protocol import Audit, Failure, Ready, Reserved, SessionOptions
 from tierkv.quant import get
 from tierkv.regions import Region, Run
 from tierkv.table import NOWHERE, Kind
@@ -421,3 +421,35 @@ def test_a_page_is_not_recalled_while_it_is_compressed() -> None:
     w.settle()
     w.settle()
     assert session.rows[row].kind == Kind.QUANTIZED
+
+
+def test_digests_do_not_fill_a_sessions_own_budget() -> None:
+    """Ninety digests are more than the six frames that the session may hold."""
+    assert 90 * DIGEST > 6 * FRAME
+    w = world(hbm_frames=30, host_frames=200, digest_share=0.2)
+    session = w.open("a", SMALL, SessionOptions(hbm_budget=6 * FRAME))
+    assert session is not None
+    append(w, session, 90)
+    w.settle()
+    held = sum(page.digest != NOWHERE for page in session.rows)
+    assert held > 0
+    assert held * DIGEST <= 0.2 * 6 * FRAME + w.config.max_moves_in_flight * DIGEST
+
+
+def test_pages_on_their_way_back_count_in_the_sessions_budget() -> None:
+    w = world(hbm_frames=30, host_frames=200, digest_share=0.2)
+    session = w.open("a", SMALL, SessionOptions(hbm_budget=6 * FRAME))
+    assert session is not None
+    append(w, session, 60)
+    w.settle()
+    request = ask(w, session, cold(session)[:16], mass=0.9)
+    held = w.brain.state.sessions[session.id]
+    while request not in w.answers:
+        coming = [m for m in w.brain.moves.flying.values() if m.act is Act.RECALL]
+        assert w.brain.state.hbm_bytes_of(held) + sum(m.size_class.item for m in coming) <= 6 * FRAME
+        for number in list(w.moves)[:1]:
+            w.finish_move(number)
+        w.adopt_plans(session, acknowledge=True)
+        w.now += 0.05
+        w.feed(events.LeaseRenewed("a"))
+    assert w.brain.state.counters.recalled_pages > 0
