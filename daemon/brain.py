@@ -430,8 +430,9 @@ class Brain:
         self._answer(event.request, Done())
 
     def _recalled(self, event: events.Recalled) -> None:
-        self._admit()
-        self.recall.ask(event)
+        self.recall.ask(
+            event
+        )  # while workers are still waited for it waits; while draining, too, pages come back
 
     def _pinned(self, event: events.Pinned) -> None:
         session = self.state.session(event.session, event.client)
@@ -512,9 +513,17 @@ class Brain:
             return
         bare = pages.live & ~pages.doomed & (pages.kind == Kind.NONE) & (pages.host != NOWHERE)
         bare &= (pages.digest == NOWHERE) & (pages.moving == 0) & (pages.goal == Goal.NONE)
+        spent: set[int] = set()  # sessions whose own budget holds no more digests
         for slot in np.flatnonzero(bare & (pages.retry_at <= state.now)).tolist():
-            if self.moves.full() or not self.moves.digest(slot):
+            owner = int(pages.owner[slot])
+            if owner in spent:
+                continue
+            if self.moves.full():
                 break
+            if not self.moves.digest(slot):
+                if state.may_hold_digest(state.sessions.get(owner)):
+                    break
+                spent.add(owner)
 
 
 def _use(pool: PoolAllocator) -> str:

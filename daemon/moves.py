@@ -147,8 +147,8 @@ class Moves:
 
     def _towards_lowbit(self, slot: int) -> bool:
         pages, model = self.state.pages, self.state.model_of(slot)
-        if self.running(slot, Act.RECALL):
-            return True
+        if self.running(slot, Act.RECALL) or self.running(slot, Act.COMPRESS):
+            return True  # what it would read while it is compressed may be gone before it was read
         if pages.kind[slot] != Kind.NONE or pages.host[slot] == NOWHERE:
             return False
         source = int(pages.host[slot])
@@ -243,9 +243,7 @@ class Moves:
             return False
         if pages.host_kind[slot] == Kind.QUANTIZED and not model.ready:
             return False
-        owner = state.sessions[int(pages.owner[slot])]
-        budget = owner.options.hbm_budget
-        if budget and budget - state.hbm_bytes_of(owner) < model.digest.item:
+        if not state.may_hold_digest(state.sessions.get(int(pages.owner[slot]))):
             return False
         destination = state.hbm.allocate(model.digest)
         if destination is None:
@@ -422,10 +420,13 @@ class Moves:
 
     def _keep_digest(self, move: Move) -> None:
         state, pages, slot = self.state, self.state.pages, move.slot
-        if pages.digest[slot] == NOWHERE and (pages.kind[slot] == Kind.NONE or pages.goal[slot] == Goal.HOST):
+        leaves = pages.host[slot] != NOWHERE and (
+            pages.kind[slot] == Kind.NONE or pages.goal[slot] == Goal.HOST
+        )
+        if pages.digest[slot] == NOWHERE and leaves:
             pages.digest[slot] = move.destination
             state.touch(slot, quiet=True)
-        else:  # the page came back meanwhile
+        else:  # the page came back, or was lost, meanwhile
             state.hbm.release(move.size_class, move.destination)
 
     def _publish_state(self, move: Move) -> None:
@@ -450,10 +451,13 @@ class Moves:
         if not pages.doomed[slot] and move.act not in (Act.FIT, Act.FORK):
             if reason == "non-finite":
                 pages.refused[slot] = True
-            if reason == "checksum":
+            if reason == "checksum" and pages.host[slot] != NOWHERE:  # two moves may have read it
                 self._lose_host_replica(slot)
             pages.retry_at[slot] = state.now + RETRY_SECONDS
-            if pages.goal[slot]:
+            if move.act is Act.DIGEST and pages.goal[slot] == Goal.HOST and pages.host[slot] != NOWHERE:
+                if not pages.moving[slot]:
+                    self._switch(slot, Kind.NONE)  # without a digest; it is tried again later
+            elif pages.goal[slot]:
                 self._give_up(slot)
         self._bury(move)
         return move
@@ -465,6 +469,9 @@ class Moves:
         state.retire("host", state.host_class(slot), int(pages.host[slot]), slot)
         pages.host[slot], pages.host_kind[slot] = NOWHERE, Kind.NONE
         if pages.kind[slot] == Kind.NONE:
+            if pages.digest[slot] != NOWHERE:
+                state.retire("hbm", state.model_of(slot).digest, int(pages.digest[slot]), slot)
+                pages.digest[slot] = NOWHERE
             state.counters.lost_pages += 1
             state.counters.dropped_pages[state.region_label(slot), "checksum"] += 1
         state.touch(slot)

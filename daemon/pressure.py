@@ -142,9 +142,8 @@ class Pressure:
         if not budget:
             return 1 << 62
         model = session.model
-        spare = (
-            model.quant.item + model.digest.item if session.ladder is Ladder.TIERED else 0
-        )  # a page in transit
+        # For a page in transit.
+        spare = model.quant.item + model.digest.item if session.ladder is Ladder.TIERED else 0
         return budget - spare - self._state.hbm_bytes_of(session)
 
     def may_encode(self, slot: int) -> bool:

@@ -50,6 +50,7 @@ class Promotion:
         tiered = tiered[pages.ladder[tiered] == Ladder.TIERED]
         cold = tiered[(pages.kind[tiered] == Kind.NONE) & (pages.host[tiered] != NOWHERE)]
         cold = cold[(pages.score[cold] >= state.thresholds.offload_below) | (pages.mass[cold] > 0)]
+        cold = cold[(pages.host_kind[cold] == Kind.QUANTIZED) | ~pages.refused[cold]]
         if len(cold):
             self._refill(cold, tiered, spare)
             self._recall.swap(cold, tiered)
@@ -77,9 +78,13 @@ class Promotion:
         state, pages, moves = self._state, self._state.pages, self._moves
         if state.now - self._pressure.asked_at < CALM_SECONDS:
             return
+        spent: set[int] = set()  # sessions without room under their budget: each has many cold pages
         for slot in cold[np.lexsort((-pages.score[cold], -pages.mass[cold]))].tolist():
-            model = state.model_of(slot)
-            if self._pressure.budget_room(state.sessions[int(pages.owner[slot])]) < 2 * model.exact.item:
+            model, owner = state.model_of(slot), int(pages.owner[slot])
+            if owner in spent:
+                continue
+            if self._pressure.budget_room(state.sessions[owner]) < 2 * model.exact.item:
+                spent.add(owner)
                 continue
             if moves.full():
                 break

@@ -21,7 +21,8 @@ from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.scoring import Scores, Slots
 from tierkv.daemon.sessions import Session
 from tierkv.daemon.state import State
-from tierkv.protocol import Ready
+from tierkv.errors import UnknownSession
+from tierkv.protocol import Failure, Ready
 from tierkv.table import NOWHERE, Kind
 
 SMOOTHING = 0.5
@@ -40,6 +41,9 @@ SWAPS_A_TICK = 4
 class _Waiting:
     request: int
     slots: list[int]
+    left: list[
+        int
+    ]  # of them, those that were never seen back; a slot that goes to another page is not looked at again
     masses: dict[int, float]
     asked_at: float
     until: float
@@ -92,7 +96,7 @@ class Recall:
             pages.mass[slot] = max(float(pages.mass[slot]), masses[slot])
             pages.wanted_until[slot] = session.step + max(1, state.config.min_residency_steps)
         self._waiting[session.id] = _Waiting(
-            event.request, slots, masses, state.now, state.now + event.seconds
+            event.request, slots, list(slots), masses, state.now, state.now + event.seconds
         )
         self._scores.refresh()
 
@@ -103,8 +107,10 @@ class Recall:
             session = state.sessions.get(number)
             if session is None:
                 del self._waiting[number]
+                gone = UnknownSession(f"session {number} was closed while it waited for pages")
+                state.out.append(Answer(waiting.request, Failure(gone.code, str(gone))))
                 continue
-            missing = [slot for slot in waiting.slots if self._is_missing(slot)]
+            missing = waiting.left = [slot for slot in waiting.left if self._is_missing(slot)]
             if state.now > waiting.until:
                 state.counters.prefetched["late"] += len(missing)
                 self._answer(session)
@@ -146,7 +152,10 @@ class Recall:
         return on_its_way
 
     def _encodable(self, slot: int) -> bool:
-        return self._state.model_of(slot).ready
+        """There is a low-bit form of the page, or one can be made."""
+        pages = self._state.pages
+        possible = pages.host_kind[slot] == Kind.QUANTIZED or not pages.refused[slot]
+        return bool(possible) and self._state.model_of(slot).ready
 
     def _start(self, session: Session, slot: int) -> bool:
         """Begin to bring a page back, if there is a slot for it."""

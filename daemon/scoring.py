@@ -78,9 +78,10 @@ class Scores:
         pages, sessions = self._state.pages, self._state.sessions
         until = pages.wanted_until[slots]
         wanted: NDArray[np.bool_] = until > 0
-        for place in np.flatnonzero(wanted).tolist():
-            session = sessions.get(int(pages.owner[slots[place]]))
-            wanted[place] = session is not None and session.step < until[place]
+        if wanted.any():
+            owners, which = np.unique(pages.owner[slots], return_inverse=True)
+            steps = [sessions[o].step if o in sessions else np.inf for o in owners.tolist()]
+            wanted &= np.array(steps)[which] < until
         return wanted
 
     def coldest_first(self, slots: Slots) -> list[int]:

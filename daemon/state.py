@@ -341,6 +341,17 @@ class State:
         coming = int(self.pages.coming[slots].sum())
         return exact * model.exact.item + quant * model.quant.item + digests + coming + session.retiring_bytes
 
+    def may_hold_digest(self, session: Session | None) -> bool:
+        """One more digest fits into the session's own budget, and into the share of it that digests may take (always
+        without one): else a long session's digests would fill it, and nothing of it could give way.
+        """
+        if session is None or not session.options.hbm_budget:
+            return True
+        budget, size = session.options.hbm_budget, session.model.digest.item
+        held = int(np.count_nonzero(self.pages.digest[session.pages.view] != NOWHERE)) + 1
+        fits = self.hbm_bytes_of(session) + size <= budget
+        return fits and held * size <= self.config.digest_share * budget
+
     def kept_for_digests(self, model: Model) -> int:
         """Free frames (one or none) that wait for digests of the model's pages: while none has a free slot, up to their
         share of HBM.

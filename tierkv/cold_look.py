@@ -122,7 +122,9 @@ class ColdLook:
             _share(attended),
             _share(oracle),
             _share(float(true.sum())),
-            float(self._shares(row).sum()),
+            float(
+                np.nan_to_num(self._shares(row), posinf=0.0).sum()
+            ),  # of a query that is not finite nothing
             needed,
         )
 

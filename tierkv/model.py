@@ -116,7 +116,7 @@ class AttachedModel:
         """
         if cache.verifies_drafts or not cache.recall.estimates or not cache.has_cold:
             return self._run(cache, batch, columns, kwargs)
-        strict = cache.recall.mode == "strict"
+        strict = cache.recall.mode == "strict" and cache.recall.pages > 0
         if columns > 1 and (not strict or cache.chunk_reads_all):
             outputs = self._run(cache, batch, columns, kwargs)
             cache.ask_for_pages(wait=strict)  # for the steps that follow

@@ -19,6 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.errors import ConfigError
+from tierkv.protocol import MAX_REQUEST_PAGES
+
+MAX_SECONDS = 3600.0
+"""Longest wait for pages that a daemon takes."""
 
 RecallMode = Literal["off", "background", "direct", "strict"]
 
@@ -55,6 +59,10 @@ class RecallOptions:
         for name in ("pages", "read", "chunk_read", "audit_every", "seconds", "missing"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} of recall is {getattr(self, name)}; it must be 0 or more")
+        if self.seconds > MAX_SECONDS or self.pages > MAX_REQUEST_PAGES:
+            raise ConfigError(
+                f"recall of {self.pages} pages within {self.seconds:g} s; at most {MAX_REQUEST_PAGES} within {MAX_SECONDS:g}"
+            )
 
     @property
     def estimates(self) -> bool:

@@ -156,6 +156,13 @@ class PageTable:
             self.start[rows],
         )  # fmt: skip
 
+    def trust(self, other: PageTable) -> None:
+        """Host replicas that another table has verified at the same place need not be read again."""
+        for theirs in np.flatnonzero(other.verified[: other.length] > 0).tolist():
+            row = self.index.get(int(other.page[theirs]))
+            if row is not None and self.host_offset[row] == other.host_offset[theirs]:
+                self.verified[row] = self.host_checksum[row] == other.host_checksum[theirs]
+
     @property
     def away(self) -> int:
         """Rows without an HBM replica."""

@@ -181,6 +181,7 @@ class Session:
         self._retry_at = 0.0
         self._view: PoolView | None = None
         self._horizon = 0
+        self._table = PageTable()
         self._install(table)
 
     # Table -------------------------------------------------------------------------------------------------------
@@ -423,10 +424,11 @@ class Session:
         with self._changed:
             self._check()
             self._raise_earlier()
-            step, pins = self.step, list(self._pins)
+            step, pins, verified = self.step, list(self._pins), self._table
 
         def child(table: TableState) -> Session:
             session = Session(self._daemon, table, self.geometry, self.model_id, self.options, step)
+            session._table.trust(verified)
             session._pins = [Pin(session.id, pin.start, pin.stop, pin.level) for pin in pins]
             return session
 
@@ -503,9 +505,10 @@ class Session:
     # Inside ------------------------------------------------------------------------------------------------------
 
     def _install(self, table: TableState) -> None:
-        self._table = PageTable()
+        before, self._table = self._table, PageTable()
         for entry in table.pages:
             self._table.append(entry)
+        self._table.trust(before)
         self._sealed_rows = self._table.length - int(table.tail_open)
         self._horizon = table.length
         self._blanks: deque[BlankPage] = deque(table.blanks)

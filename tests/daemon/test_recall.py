@@ -7,11 +7,15 @@ import numpy as np
 from tests.daemon.test_brain import FRAME, append, opened, world
 from tests.stateful.world import SMALL, WorkerSession, World
 from tierkv.daemon import events
-from tierkv.daemon.allocator import aligned
+from tierkv.daemon.allocator import SizeClass, aligned
+from tierkv.daemon.brain import Brain
+from tierkv.daemon.moves import Act
+from tierkv.daemon.pages import Goal
+from tierkv.daemon.state import BrainConfig
 from tierkv.prefetch.digests import digest_shape
-from tierkv.protocol import Audit, Failure, Ready
+from tierkv.protocol import Audit, Failure, Ready, Reserved, SessionOptions
 from tierkv.quant import get
-from tierkv.regions import Region
+from tierkv.regions import Region, Run
 from tierkv.table import NOWHERE, Kind
 
 LOW_BIT_IN_A_FRAME = FRAME // aligned(get("k3v2").page_bytes(SMALL))
@@ -265,3 +269,187 @@ def test_a_new_owner_keeps_the_digests_of_cold_pages() -> None:
     w.settle()
     assert {row: session.rows[row].digest for row in cold(session)} == before
     assert Region.USER in {Region(row.region) for row in session.rows}
+
+
+def reading_host(w: World) -> list[int]:
+    """Recalls in flight."""
+    return [
+        number
+        for number, move in w.moves.items()
+        if isinstance(move, events.Quantize) and move.src_pool == "host"
+    ]
+
+
+def session_digest(w: World, slot: int) -> SizeClass:
+    return w.brain.state.model_of(slot).digest
+
+
+def test_a_recall_is_answered_when_its_session_closes_meanwhile() -> None:
+    w, session = with_cold_pages(pages=110)
+    request = ask(w, session, cold(session)[:2], mass=0.5)
+    assert request not in w.answers
+    w.close(session)
+    answer = w.answers.pop(request)
+    assert isinstance(answer, Failure) and answer.code == "unknown-session"
+
+
+def test_a_draining_daemon_still_brings_pages_back() -> None:
+    w, session = with_cold_pages(pages=110)
+    w.feed(events.Draining())
+    wanted = cold(session)[:2]
+    wait(w, session, ask(w, session, wanted, mass=0.5))
+    assert [session.rows[row].kind for row in wanted] == [Kind.QUANTIZED] * 2
+
+
+def test_a_recall_waits_until_a_new_owner_has_adopted_everybody() -> None:
+    w, session = with_cold_pages(pages=110)
+    wanted = cold(session)[:2]
+    w.config = BrainConfig(**{**vars(w.config), "epoch": 2})
+    w.brain, session.plans = Brain(w.config, validate=True), []
+    w.moves.clear()
+    w.feed(events.Attached(session.client, (w._state(session),)))
+    request = ask(w, session, wanted, mass=0.5)
+    assert request not in w.answers
+    w.feed(events.AdoptionEnded())
+    wait(w, session, request)
+    assert [session.rows[row].kind for row in wanted] == [Kind.QUANTIZED] * 2
+
+
+def test_a_slot_that_goes_to_another_page_is_not_brought_back_for_the_earlier_one() -> None:
+    w, session = with_cold_pages(pages=110)
+    first, *later = cold(session)[:3]
+    request = ask(w, session, [first, *later], mass=0.5)
+    slots = [w.brain.state.pages.index[page] for page in ids(session, later)]
+    for number in list(w.moves):
+        w.moves.pop(number)  # none of them ends
+    w.crop(session, sum(len(row.stamps) for row in session.rows[: first + 1]))
+    for slot in slots:  # as if pages of others had taken them, and had become cold
+        assert slot not in w.brain.recall._waiting[session.id].left
+    assert request not in w.answers
+
+
+def test_a_page_leaves_without_a_digest_when_none_can_be_made() -> None:
+    """Every digest fails, for ever: room is made all the same."""
+    w = world(hbm_frames=12, host_frames=200, digest_share=0.25)
+    session = opened(w)
+    written = 0
+    for _ in range(1000):
+        if isinstance(w.reserve(session, 1), Reserved):
+            w.write(session, [Run(Region.USER, 4)], 1)
+            written += 1
+        if written == 120:
+            break
+        for number, move in list(w.moves.items()):
+            if isinstance(move, events.Summarize):
+                w.fail_move(number, "io")
+            elif number in w.moves:
+                w.finish_move(number)
+        w.adopt_plans(session, acknowledge=True)
+        w.now += 0.01
+    assert written == 120
+    assert cold(session)
+    assert w.brain.state.counters.without_digest >= len(cold(session))
+
+
+def test_two_moves_that_find_the_same_host_replica_damaged_lose_it_once() -> None:
+    """A late digest and a recall read one replica."""
+    w, session = with_cold_pages(pages=110)
+    row = cold(session)[0]
+    state, moves = w.brain.state, w.brain.moves
+    slot = state.pages.index[session.rows[row].page]
+    state.retire("hbm", session_digest(w, slot), int(state.pages.digest[slot]), slot)
+    state.pages.digest[slot] = NOWHERE
+    state.touch(slot)
+    w.feed(events.LeaseRenewed("a"))
+    w.settle()
+    assert moves.digest(slot) and moves.promote(slot, Goal.LOWBIT, "recall")
+    w.feed(events.LeaseRenewed("a"))  # the orders go out
+    both = [number for number, move in moves.flying.items() if move.slot == slot]
+    assert len(both) == 2
+    w.lost_before = 1
+    for number in both:
+        w.fail_move(number, "checksum")
+    assert w.brain.state.counters.lost_pages == 1
+    w.settle()
+
+
+def test_a_lost_page_keeps_no_digest() -> None:
+    w, session = with_cold_pages(pages=110)
+    fill_up(w)
+    row = cold(session)[0]
+    assert session.rows[row].digest != NOWHERE
+    ask(w, session, [row], mass=0.9)
+    w.lost_before = 1
+    for _ in range(10):
+        for number in list(w.moves):
+            if number in reading_host(w):
+                w.fail_move(number, "checksum")
+            elif number in w.moves:
+                w.finish_move(number)
+        w.adopt_plans(session, acknowledge=True)
+        w.now += 0.05
+        w.feed(events.LeaseRenewed("a"))
+    assert (session.rows[row].host_kind, session.rows[row].digest) == (Kind.NONE, NOWHERE)
+
+
+def test_a_page_that_the_codec_refuses_is_not_tried_again_and_again() -> None:
+    w, session = with_cold_pages(pages=110)
+    row = cold(session)[0]
+    slot = w.brain.state.pages.index[session.rows[row].page]
+    tried = 0
+    for _ in range(20):
+        w.now += 0.3
+        ask(w, session, [row], mass=0.9, seconds=0.1)
+        w.feed(events.Tick())
+        mine = [number for number, move in w.brain.moves.flying.items() if move.slot == slot]
+        tried += len(mine)
+        for number in mine:
+            w.fail_move(number, "non-finite")
+        w.settle()
+    assert tried == 1
+
+
+def test_a_page_is_not_recalled_while_it_is_compressed() -> None:
+    """Compressed, its exact replica's memory is free for others while the recall may still read it."""
+    w, session = with_cold_pages(pages=110)
+    row = cold(session)[0]
+    slot = w.brain.state.pages.index[session.rows[row].page]
+    assert w.brain.moves.compress(slot)
+    assert w.brain.moves.promote(slot, Goal.LOWBIT, "recall")
+    assert [move.act for move in w.brain.moves.flying.values() if move.slot == slot] == [Act.COMPRESS]
+    w.feed(events.LeaseRenewed("a"))  # the orders go out
+    w.settle()
+    w.settle()
+    assert session.rows[row].kind == Kind.QUANTIZED
+
+
+def test_digests_do_not_fill_a_sessions_own_budget() -> None:
+    """Ninety digests are more than the six frames that the session may hold."""
+    assert 90 * DIGEST > 6 * FRAME
+    w = world(hbm_frames=30, host_frames=200, digest_share=0.2)
+    session = w.open("a", SMALL, SessionOptions(hbm_budget=6 * FRAME))
+    assert session is not None
+    append(w, session, 90)
+    w.settle()
+    held = sum(page.digest != NOWHERE for page in session.rows)
+    assert held > 0
+    assert held * DIGEST <= 0.2 * 6 * FRAME + w.config.max_moves_in_flight * DIGEST
+
+
+def test_pages_on_their_way_back_count_in_the_sessions_budget() -> None:
+    w = world(hbm_frames=30, host_frames=200, digest_share=0.2)
+    session = w.open("a", SMALL, SessionOptions(hbm_budget=6 * FRAME))
+    assert session is not None
+    append(w, session, 60)
+    w.settle()
+    request = ask(w, session, cold(session)[:16], mass=0.9)
+    held = w.brain.state.sessions[session.id]
+    while request not in w.answers:
+        coming = [m for m in w.brain.moves.flying.values() if m.act is Act.RECALL]
+        assert w.brain.state.hbm_bytes_of(held) + sum(m.size_class.item for m in coming) <= 6 * FRAME
+        for number in list(w.moves)[:1]:
+            w.finish_move(number)
+        w.adopt_plans(session, acknowledge=True)
+        w.now += 0.05
+        w.feed(events.LeaseRenewed("a"))
+    assert w.brain.state.counters.recalled_pages > 0
