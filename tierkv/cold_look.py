@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, PoolView
 from tierkv.protocol import Audit
 from tierkv.recall import Estimates
-from tierkv.rows import ColdRows
+from tierkv.rows import ColdRows, PageRows
 from tierkv.table import NOWHERE, Kind
 
 NEEDED_LIFT = 2.0
@@ -31,6 +31,7 @@ class Looks(NamedTuple):
     masses: bool = False  # of tokens, for an observation
     estimates: bool = False  # of cold pages
     read: int = 0  # cold pages that a KV head reads in place
+    exact: bool = False  # read low-bit pages from their exact host copies, where everything can be read
     audit: bool = False  # true attention over all pages
 
 
@@ -45,6 +46,7 @@ class ColdSession(Protocol):
     @property
     def has_cold(self) -> bool: ...
     def cold(self, stop: int) -> ColdRows: ...
+    def exact(self, stop: int, most: int) -> tuple[PageRows, ColdRows] | None: ...
 
 
 class ColdLook:
@@ -73,27 +75,49 @@ class ColdLook:
             np.zeros(len(rows), np.float32) if looks.audit else None,
         )
 
-    def _shares(self, row: int) -> Floats:
-        """Estimated shares of the row's cold pages, averaged over the layers that have digests."""
-        part: Floats = self.seen.estimates[self._edges[row] : self._edges[row + 1]]
-        return part / np.float32(max(1, self._digest_layers))
+    def _shares(self, row: int, in_hbm: float = 0.0) -> Floats:
+        """Estimated shares of the row's cold pages, averaged over the layers that have digests.
 
-    def estimates(self) -> list[Estimates]:
+        Args:
+            in_hbm: share of the low-bit pages that were read from host: estimates were made without them.
+        """
+        part: Floats = self.seen.estimates[self._edges[row] : self._edges[row + 1]]
+        return part * np.float32((1.0 - in_hbm) / max(1, self._digest_layers))
+
+    def _tokens(self, row: int) -> NDArray[np.int64]:
+        """Tokens of the row's cold pages."""
+        rows = self._rows[row]
+        tokens: NDArray[np.int64] = np.repeat(rows.starts, rows.counts) + _within(rows.counts)
+        return tokens
+
+    def in_hbm(self, row: int, mass: Floats) -> float:
+        """Share of attention, by `mass` `[tokens]`, on low-bit pages that were read from host."""
+        rows = self._rows[row]
+        return float(mass[self._tokens(row)[np.repeat(rows.in_hbm, rows.counts)]].sum())
+
+    def estimates(self, in_hbm: float = 0.0) -> list[Estimates]:
         found = []
         for index, row in enumerate(self._rows):
             known = row.digests != NOWHERE
-            found.append(Estimates(row.pages[known], self._shares(index)[known]))
+            found.append(Estimates(row.pages[known], self._shares(index, in_hbm)[known]))
         return found
 
-    def spread(self, row: int, mass: Floats) -> Floats:
-        """`mass` `[tokens]` of HBM tokens with the estimates of cold ones put in; all of it sums to 1."""
-        rows, shares = self._rows[row], self._shares(row)
-        cold = np.repeat(rows.starts, rows.counts) + _within(rows.counts)
-        mass[cold] = np.nan  # what was read in place of them was read by some heads only
+    def spread(self, row: int, mass: Floats, covered: NDArray[np.bool_]) -> Floats:
+        """`mass` `[tokens]` with the estimates of cold tokens put in: all of it sums to 1, NaN where nothing is known.
+
+        `covered` are the tokens of HBM pages that were attended.
+        """
+        rows, cold = self._rows[row], self._tokens(row)
+        if self.cold.read == READ_ALL:  # every head read them: nothing is an estimate
+            covered = covered.copy()
+            covered[cold] = True
+            mass[~covered] = np.nan
+            return mass
+        shares = self._shares(row)
+        mass[~covered] = np.nan  # what was read in place was read by some heads only
         attended = np.nansum(mass)
-        expected = float(np.sum(shares))
         if attended > 0:
-            mass *= np.float32(max(0.0, 1.0 - expected) / attended)
+            mass *= np.float32(max(0.0, 1.0 - float(np.sum(shares))) / attended)
         known = np.repeat(rows.digests != NOWHERE, rows.counts)
         mass[cold[known]] = np.repeat(shares / rows.counts, rows.counts)[known]
         return mass
@@ -116,17 +140,12 @@ class ColdLook:
         here = page_mass * np.float32(attended)  # of everything; averages multiply only about
         low = kinds == Kind.QUANTIZED
         rivals = np.sort(np.concatenate([here[low], true]))[::-1]
-        oracle = float(here[~low].sum() + rivals[: int(low.sum())].sum())
-        needed = int(np.count_nonzero(true >= NEEDED_LIFT * rows.counts / tokens))
-        return Audit(
-            _share(attended),
-            _share(oracle),
-            _share(float(true.sum())),
-            float(
-                np.nan_to_num(self._shares(row), posinf=0.0).sum()
-            ),  # of a query that is not finite nothing
-            needed,
-        )
+        oracle = float(here[~low].sum() + rivals[: int(low.sum() + rows.in_hbm.sum())].sum())
+        cold = ~rows.in_hbm
+        needed = int(np.count_nonzero(true[cold] >= NEEDED_LIFT * rows.counts[cold] / tokens))
+        estimates = self._shares(row, float(true[rows.in_hbm].sum()))
+        estimated = float(np.nan_to_num(estimates, posinf=0.0).sum())  # of a query that is not finite nothing
+        return Audit(_share(attended), _share(oracle), _share(float(true[cold].sum())), estimated, needed)
 
 
 def look_at_cold(
@@ -141,6 +160,12 @@ def look_at_cold(
     return ColdLook(rows, bases, sessions[0].host, looks)
 
 
+def look_at_exact(session: ColdSession, stop: int, looks: Looks) -> tuple[PageRows, ColdLook] | None:
+    """The pages of a chunk that reads everything from where it lies exactly; `None` where it may or need not."""
+    found = session.exact(stop, looks.read) if looks.exact and looks.read else None
+    return None if found is None else (found[0], ColdLook([found[1]], [0], session.host, looks))
+
+
 def _within(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     """0..count-1 for each count, one after the other."""
     ends = np.cumsum(counts)
@@ -152,4 +177,4 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-__all__ = ["NOTHING", "NO_ESTIMATES", "WHOLE", "ColdLook", "Looks", "look_at_cold"]
+__all__ = ["NOTHING", "NO_ESTIMATES", "WHOLE", "ColdLook", "Looks", "look_at_cold", "look_at_exact"]

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.attention.contract import PagedAttention, Pages, PoolView
-from tierkv.cold_look import NO_ESTIMATES, NOTHING, WHOLE, ColdLook, Looks, look_at_cold
+from tierkv.cold_look import NO_ESTIMATES, NOTHING, WHOLE, ColdLook, Looks, look_at_cold, look_at_exact
 from tierkv.geometry import Geometry
 from tierkv.protocol import Audit
 from tierkv.recall import Estimates
-from tierkv.rows import ColdRows
+from tierkv.rows import ColdRows, PageRows
 from tierkv.table import Kind
 
 OBSERVED_QUERIES = 16
@@ -64,6 +64,7 @@ class PagedSession(Protocol):
     def cold_pages(self) -> int: ...
 
     def cold(self, stop: int) -> ColdRows: ...
+    def exact(self, stop: int, most: int) -> tuple[PageRows, ColdRows] | None: ...
     def recall(
         self, pages: Sequence[int], masses: Sequence[float], seconds: float, wait: bool = True
     ) -> None: ...
@@ -179,10 +180,12 @@ class DecodeStep:
     def masses(self) -> list[NDArray[np.float32]]:
         if self._mass is None or not self._layers:
             return []
-        mass = _mean(self._mass, self._layers)
-        mass[~_covered(self._pages)] = np.nan
-        rows = np.split(mass, self._bases[1:])
-        return rows if self._cold is None else [self._cold.spread(i, row) for i, row in enumerate(rows)]
+        mass, covered = _mean(self._mass, self._layers), _covered(self._pages)
+        if self._cold is None:
+            mass[~covered] = np.nan
+            return np.split(mass, self._bases[1:])
+        parts = zip(np.split(mass, self._bases[1:]), np.split(covered, self._bases[1:]), strict=True)
+        return [self._cold.spread(row, *part) for row, part in enumerate(parts)]
 
     def estimates(self) -> list[Estimates]:
         return [] if self._cold is None else self._cold.estimates()
@@ -216,10 +219,11 @@ class PrefillStep:
         self._cold: list[ColdLook | None] = []
         for new in rows:
             past = new.session.length - new.tokens
-            table = new.session.rows(past)
+            exact = look_at_exact(new.session, past, looks)
+            table: Rows = new.session.rows(past) if exact is None else exact[0]
             edges = np.array((0, len(table.offsets)), np.int64)
             self._pages.append(Pages(table.offsets, table.kinds, table.counts, table.starts, edges, past))
-            self._cold.append(look_at_cold([new.session], [past], [0], looks))
+            self._cold.append(look_at_cold([new.session], [past], [0], looks) if exact is None else exact[1])
         self._audits = looks.audit
         masses = looks.masses or looks.audit
         self._mass = [np.zeros(new.session.length, np.float32) for new in rows] if masses else None
@@ -260,13 +264,20 @@ class PrefillStep:
             return []
         masses = []
         for sums, pages, look in zip(self._mass, self._pages, self._cold, strict=True):
-            mass = _mean(sums, self._layers)
-            mass[: pages.total_tokens][~_covered(pages)] = np.nan
-            masses.append(mass if look is None else look.spread(0, mass))
+            mass, covered = _mean(sums, self._layers), np.ones(len(sums), np.bool_)
+            covered[: pages.total_tokens] = _covered(pages)
+            if look is None:
+                mass[~covered] = np.nan
+            masses.append(mass if look is None else look.spread(0, mass, covered))
         return masses
 
     def estimates(self) -> list[Estimates]:
-        return [NO_ESTIMATES if look is None else look.estimates()[0] for look in self._cold]
+        found = []
+        for index, look in enumerate(self._cold):
+            mass = None if self._mass is None or not self._layers else _mean(self._mass[index], self._layers)
+            low = 0.0 if look is None or mass is None else look.in_hbm(0, mass)
+            found.append(NO_ESTIMATES if look is None else look.estimates(low)[0])
+        return found
 
     def audits(self) -> list[Audit | None]:
         if not self._audits or self._mass is None:

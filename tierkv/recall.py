@@ -41,6 +41,8 @@ class RecallOptions:
         missing: estimated share of attention, on pages that were not asked for lately, from which strict replays a
             decode step.
         audit_every: observations between audits (true attention over all pages); 0 for none.
+        exact_chunks: a chunk that may read so many pages also reads the exact host copies of pages that are low-bit in
+            HBM, instead of those.
     """
 
     mode: RecallMode = "direct"
@@ -50,6 +52,7 @@ class RecallOptions:
     seconds: float = 1.0
     missing: float = 0.15
     audit_every: int = 16
+    exact_chunks: bool = True
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(RecallMode):
@@ -61,7 +64,8 @@ class RecallOptions:
                 raise ConfigError(f"{name} of recall is {getattr(self, name)}; it must be 0 or more")
         if self.seconds > MAX_SECONDS or self.pages > MAX_REQUEST_PAGES:
             raise ConfigError(
-                f"recall of {self.pages} pages within {self.seconds:g} s; at most {MAX_REQUEST_PAGES} within {MAX_SECONDS:g}"
+                f"recall of {self.pages} pages within {self.seconds:g} s; "
+                f"at most {MAX_REQUEST_PAGES} within {MAX_SECONDS:g}"
             )
 
     @property

@@ -36,6 +36,7 @@ class ColdRows(NamedTuple):
     kinds: NDArray[np.int8]
     counts: NDArray[np.int32]
     starts: NDArray[np.int64]
+    in_hbm: NDArray[np.bool_]  # a low-bit replica is there, but the exact host copy is to be read
 
 
 Verify = Callable[[int, int, int, int], bool]
@@ -146,14 +147,39 @@ class PageTable:
         """
         top = int(np.searchsorted(self.start[: self.length], stop, side="left"))
         rows = np.flatnonzero((self.kind[:top] == Kind.NONE) & (self.host_kind[:top] != Kind.NONE))
+        self._verify(rows, verify)
+        return self._cold_rows(rows[self.verified[rows] > 0], stop)
+
+    def exact(self, stop: int, verify: Verify, most: int) -> tuple[PageRows, ColdRows] | None:
+        """Like `rows` and `cold`, but low-bit pages are to be read from their exact host copies: cold rows, too.
+
+        `None` where that is more than `most` pages.
+        """
+        top = int(np.searchsorted(self.start[: self.length], stop, side="left"))
+        copied = (self.kind[:top] == Kind.QUANTIZED) & (self.host_kind[:top] == Kind.EXACT)
+        far = np.flatnonzero(((self.kind[:top] == Kind.NONE) & (self.host_kind[:top] != Kind.NONE)) | copied)
+        if len(far) > most:
+            return None
+        self._verify(far, verify)
+        far = far[self.verified[far] > 0]
+        near = self.kind[:top] != Kind.NONE
+        near[far] = False
+        counts = np.minimum(self.count[:top], stop - self.start[:top]).astype(np.int32)[near]
+        here = PageRows(self.offset[:top][near], self.kind[:top][near], counts, self.start[:top][near])
+        return here, self._cold_rows(far, stop)
+
+    def _verify(self, rows: NDArray[np.int64], verify: Verify) -> None:
         for row in rows[self.verified[rows] == 0].tolist():
             place = (self.page[row], self.host_kind[row], self.host_offset[row], self.host_checksum[row])
             self.verified[row] = 1 if verify(*(int(value) for value in place)) else -1
-        rows = rows[self.verified[rows] > 0]
+
+    def _cold_rows(self, rows: NDArray[np.int64], stop: int) -> ColdRows:
         counts = np.minimum(self.count[rows], stop - self.start[rows]).astype(np.int32)
+        in_hbm = self.kind[rows] != Kind.NONE
+        digests = np.where(in_hbm, NOWHERE, self.digest[rows])
         return ColdRows(
-            self.page[rows], self.digest[rows], self.host_offset[rows], self.host_kind[rows], counts,
-            self.start[rows],
+            self.page[rows], digests, self.host_offset[rows], self.host_kind[rows], counts, self.start[rows],
+            in_hbm,
         )  # fmt: skip
 
     def trust(self, other: PageTable) -> None:

@@ -130,7 +130,7 @@ class Daemon(Protocol):
 
 NO_COLD_ROWS = ColdRows(
     np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int8),
-    np.zeros(0, np.int32), np.zeros(0, np.int64),
+    np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.bool_),
 )  # fmt: skip
 
 
@@ -262,6 +262,14 @@ class Session:
             if not self._table.away:
                 return NO_COLD_ROWS
             return self._table.cold(stop, self._verify)
+
+    def exact(self, stop: int, most: int) -> tuple[PageRows, ColdRows] | None:
+        """Pages of tokens `[0, stop)` that are exact in HBM, and those to be read from host, where low-bit pages lie
+        exactly, too. `None` where the latter are more than `most`, or none.
+        """
+        with self._changed:
+            found = self._table.exact(stop, self._verify, most)
+            return None if found is None or not len(found[1].pages) else found
 
     # Steps -------------------------------------------------------------------------------------------------------
 

@@ -425,7 +425,8 @@ class TieredCache(Cache):  # type: ignore[misc]
         if self._columns > 1 or not self._rows:
             self._observed = [not scout] * len(self._rows)
             read = recall.chunk_read if recall.reads else 0
-            looks = Looks(not scout, recall.estimates, read, self._audit_is_due(scout))
+            exact = recall.exact_chunks and recall.reads
+            looks = Looks(not scout, recall.estimates, read, exact, self._audit_is_due(scout))
             self._step = PrefillStep(self.attention, self._rows, looks)
             return
         # The step that this forward will be is session.step + 1.
@@ -433,7 +434,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         observed = any(self._observed)
         estimates = recall.mode == "strict" or (recall.estimates and observed)
         audit = observed and self._audit_is_due(scout)
-        looks = Looks(observed, estimates, recall.read if recall.reads else 0, audit)
+        looks = Looks(observed, estimates, recall.read if recall.reads else 0, audit=audit)
         self._step = DecodeStep(self.attention, self._rows, batch, looks)
 
     def _audit_is_due(self, scout: bool) -> bool:

@@ -106,6 +106,17 @@ def test_reading_cold_pages_in_place_is_close_to_the_full_cache_and_ignoring_the
     assert read < ignored / 2, (read, ignored)
 
 
+def test_a_chunk_gives_the_logits_of_the_full_cache(model: Any, start: Start) -> None:
+    """Pages are exact in HBM or read from their exact host copies, whatever the daemon did with them meanwhile."""
+    cache = filled(model, start(), RecallOptions("direct"))
+    more = prompt(40, seed=2)["input_ids"]
+    with torch.no_grad():
+        got = model(more, **{CACHE: cache}).logits
+        full = model(torch.cat([prompt(PROMPT)["input_ids"], more], 1), logits_to_keep=40).logits
+    torch.testing.assert_close(got, full, atol=1e-3, rtol=1e-3)
+    cache.close()
+
+
 def test_audits_say_what_was_attended(model: Any, start: Start) -> None:
     client = start()
     attended = {}

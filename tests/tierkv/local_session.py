@@ -80,6 +80,9 @@ class LocalSession:
     def host(self) -> PoolView:
         return self.pool
 
+    def exact(self, stop: int, most: int) -> None:
+        return None
+
     def cold(self, stop: int) -> ColdRows:
         raise AssertionError("there are no cold pages")
 

@@ -18,7 +18,7 @@ def test_an_audit_of_a_query_that_is_not_finite_is_still_a_number() -> None:
     """The daemon refuses others, and a refused observation makes the session's next step raise."""
     row = ColdRows(
         np.array([7, 8]), np.array([0, 576]), np.array([0, 2048]), np.full(2, Kind.EXACT, np.int8),
-        np.array([4, 4], np.int32), np.array([0, 4]),
+        np.array([4, 4], np.int32), np.array([0, 4]), np.zeros(2, np.bool_),
     )  # fmt: skip
     host = PoolView(np.zeros(4096, np.uint8), PAGE, quant.get("k3v2"), np.zeros(0, np.float32), 1)
     look = ColdLook([row], [0], host, Looks(estimates=True, audit=True))
