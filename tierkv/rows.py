@@ -194,11 +194,6 @@ class PageTable:
         """Rows without an HBM replica."""
         return self._away
 
-    def damaged(self) -> list[int]:
-        """Ids of cold pages whose host replica did not match its checksum."""
-        rows = (self.verified[: self.length] < 0) & (self.kind[: self.length] == Kind.NONE)
-        return [int(page) for page in self.page[: self.length][rows]]
-
     def entries(self, tokens: int) -> list[PageEntry]:
         """Rows that hold `[0, tokens)`, the last one cut there: what a new owner adopts."""
         top = int(np.searchsorted(self.start[: self.length], tokens, side="left"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import bitsandbytes.functional
 import numpy as np
 import pytest
 import torch
@@ -33,23 +34,21 @@ def kivi(x: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
 
 
 def test_the_map_is_bitsandbytes_own() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
     np.testing.assert_allclose(
-        dynamic_map.DYNAMIC_MAP, functional.create_dynamic_map().numpy(), rtol=2.5e-7, atol=0
+        dynamic_map.DYNAMIC_MAP, bitsandbytes.functional.create_dynamic_map().numpy(), rtol=2.5e-7, atol=0
     )
 
 
 def test_dequantized_numbers_are_those_of_bitsandbytes() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
     values = (
         np.random.default_rng(0).standard_normal((3, 50)).astype(np.float32)
     )  # 150: two blocks and a short one
     codes, largest = dynamic_map.quantize(values)
     assert largest.tolist() == [abs(values.ravel()[start : start + 64]).max() for start in (0, 64, 128)]
-    expected = functional.dequantize_blockwise(
+    expected = bitsandbytes.functional.dequantize_blockwise(
         torch.from_numpy(codes.ravel()),
         absmax=torch.from_numpy(largest),
-        code=functional.create_dynamic_map(),
+        code=bitsandbytes.functional.create_dynamic_map(),
         blocksize=64,
     )
     np.testing.assert_allclose(dynamic_map.dequantize(codes, largest).ravel(), expected, rtol=1e-6)
