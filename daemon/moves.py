@@ -188,7 +188,10 @@ class Moves:
         after = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[kind]
         pages.goal[slot] = Goal.NONE
         pages.moved_step[slot] = self._step_of(slot)
-        state.counters.moved_pages[before, after, self._reason.pop(slot, "pressure")] += 1
+        reason = self._reason.pop(slot, "pressure")
+        if before == "host" and reason == "recall":
+            pages.recalled[slot] = Outcome.PENDING
+        state.counters.moved_pages[before, after, reason] += 1
         state.counters.recalled_pages += before == "host"
         state.touch(slot)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.daemon.moves import Moves
-from tierkv.daemon.pages import Goal, Guard, Ladder, Outcome
+from tierkv.daemon.pages import Goal, Guard, Ladder
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.recall import Recall
 from tierkv.daemon.scoring import Scores, Slots
@@ -98,8 +98,6 @@ class Promotion:
             expected = pages.mass[slot] > 0
             if not moves.promote(slot, Goal.LOWBIT, "recall" if expected else "room"):
                 break
-            if expected and pages.recalled[slot] == Outcome.NONE:
-                pages.recalled[slot] = Outcome.PENDING
             spare -= model.quant.item
 
     def _promote_hot(self, spare: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierkv.daemon.events import Answer, Recalled
 from tierkv.daemon.moves import Moves
@@ -41,9 +42,7 @@ SWAPS_A_TICK = 4
 class _Waiting:
     request: int
     slots: list[int]
-    left: list[
-        int
-    ]  # of them, those that were never seen back; a slot that goes to another page is not looked at again
+    left: list[int]  # never seen back so far; a slot that goes to another page is not looked at again
     masses: dict[int, float]
     asked_at: float
     until: float
@@ -59,7 +58,7 @@ class Recall:
 
     # Observations ------------------------------------------------------------------------------------------------
 
-    def observed(self, session: Session, mass: np.ndarray) -> None:
+    def observed(self, session: Session, mass: NDArray[np.float32]) -> None:
         """Masses of pages from masses of tokens `[tokens]`, NaN where not known."""
         pages, slots, starts = self._state.pages, session.pages.view, session.starts.view
         rows = int(np.searchsorted(starts, len(mass), side="left"))
@@ -165,11 +164,7 @@ class Recall:
         spare = state.hbm.free_frames(model.exact.frame) - self._pressure.kept_frames(model)
         if not state.hbm.free_items(model.quant) and spare < 1:
             return False
-        if not self._moves.promote(slot, Goal.LOWBIT, "recall"):
-            return False
-        if state.pages.recalled[slot] == Outcome.NONE:
-            state.pages.recalled[slot] = Outcome.PENDING
-        return True
+        return self._moves.promote(slot, Goal.LOWBIT, "recall")
 
     def _make_room(self, session: Session, waiting: _Waiting, slot: int, lacking: int) -> bool:
         """Low-bit pages with less mass leave for `lacking` wanted ones. True if any room is on its way."""
