@@ -75,7 +75,7 @@ class Block(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """`prompt` is to be continued with `gold`. The fact stands in block `block`, its value at tokens `[start, stop)`."""
+    """`prompt` is to be continued with `gold`, whose value stands in block `block` at tokens `[start, stop)`."""
 
     region: Region
     prompt: str
