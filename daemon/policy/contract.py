@@ -1,15 +1,32 @@
-"""What a score policy is: pure functions over per-token arrays (tests: `tests/contract/test_policy.py`).
+"""What a score policy is: a formula over per-token columns (tests: `tests/contract/test_policy.py`).
 
-A policy sees region, session age and step (never a bare "touch"). Larger scores mean "keep". Scores of different
-policies do not compare, so each policy names its own default thresholds.
+A policy is a frozen dataclass named after its paper. It says which columns of memory a token has (`insert`), what an
+observation does to them (`observe`) and what the token is worth now (`scores`); `TokenState` (tokens.py) keeps the
+columns of one session. A policy sees region, position, decode step and attention (never a bare "touch").
+
+Scores are finite float32 and larger means "keep". Scores of different policies do not compare, so each policy names
+default thresholds on its own scale.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
+
+from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
+
+Aggregate = Literal["mean", "max", "top2"]
+"""A page's score from its tokens': their mean, the largest, or the mean of the two largest."""
+
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+HalfLife = Annotated[float, msgspec.Meta(ge=1e-3)]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+"""Settings, checked where they come from outside (`get`, `load`); within these bounds scores are finite."""
 
 
 class Thresholds(NamedTuple):
@@ -21,33 +38,30 @@ class Thresholds(NamedTuple):
     promote_above: float
 
 
-class TokenState(Protocol):
-    """Per-token memory of one session; grows by `append`, shrinks by `truncate`, is copied by a fork."""
-
-    def append(self, regions: NDArray[np.int8], step: float) -> None:
-        """Add tokens inserted at decode step `step`."""
-
-    def truncate(self, length: int) -> None: ...
-
-    def copy(self) -> TokenState: ...
-
-    def observe(self, mass: NDArray[np.float32], step: float) -> None:
-        """One observation. mass: `[tokens]`, averaged over heads and layers; NaN where a token was not attended."""
-
-    def page_scores(
-        self, starts: NDArray[np.int64], counts: NDArray[np.int32], step: float
-    ) -> NDArray[np.float32]:
-        """Scores `[pages]` at decode step `step` of pages that hold tokens `[starts, starts + counts)`."""
-
-    def __len__(self) -> int: ...
-
-
-class Policy(Protocol):
-    """A ten-line dataclass named after its paper; `new_state` makes the memory of one session."""
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """Base of all policies; the subclass is the formula."""
 
     name: ClassVar[str]
+    aggregate: Aggregate = "mean"
+    thresholds: Thresholds
 
-    @property
-    def thresholds(self) -> Thresholds: ...
+    def new_state(self) -> TokenState:
+        """The memory of one session."""
+        return TokenState(self)
 
-    def new_state(self) -> TokenState: ...
+    def insert(self, step: float) -> tuple[float, ...]:
+        """Columns of a token inserted at decode step `step`; how many there are is the policy's memory a token."""
+        return ()
+
+    def observe(self, tokens: TokenState, seen: Seen, step: float) -> None:
+        """Take in one observation: write into `tokens.columns`."""
+        return
+
+    @abstractmethod
+    def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        """Scores of the tokens `span` (start and stop given, no stride) at decode step `step`."""
+
+    def terms(self, tokens: TokenState, step: float, span: slice) -> dict[str, float]:
+        """What the score of a page of the tokens `span` is made of: means over them, unless said otherwise."""
+        return {}

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierkv.daemon.policy.memdecay import HALF_LIFE, MemDecay, MemDecayState
+from tierkv.daemon.policy import TokenState
+from tierkv.daemon.policy.decay import HALF_LIFE
+from tierkv.daemon.policy.memdecay import MemDecay
 from tierkv.regions import Region
 
 FIGURE_2 = MemDecay(
@@ -23,7 +25,7 @@ FIGURE_2 = MemDecay(
 """The paper's Figure 2: (b, lambda) = system 1.0, .002; plan .9, .01; user .6, .03; retrieval .4, .08."""
 
 
-def state_of(policy: MemDecay, *regions: Region, step: float = 0) -> MemDecayState:
+def state_of(policy: MemDecay, *regions: Region, step: float = 0) -> TokenState:
     state = policy.new_state()
     state.append(np.array(regions, np.int8), step)
     return state
