@@ -1,17 +1,19 @@
-"""MemDecay with lift: attention measured against the uniform level, so that it can outweigh decay.
+"""MemDecay with lift: long-range attention, measured against the uniform level, so that it can outweigh decay.
 
 MemDecay (arXiv 2607.10582) names the flaw itself: a token's share of attention shrinks with the context, and its
 memory forgets in 6.6 observations, so alpha a is one to two orders of magnitude below the structural term of an old
 token. Here
 
-Lift:    L = A |K'| / (1 - S)                              1 is the uniform level
-Memory:  u_f, u_s = mean of L, decayed by .9 and by .99    at observation steps only
+Lift:    L = A |F| / S_F            1 is the uniform level of F
+Usage:   u <- rho u + (1 - rho) L / (1 + L)       at observation steps only
 Clock:   t_ref = last observation with L >= 2, else insertion
-Score:   s = b_r exp(-lambda_r (t - t_ref)) + alpha u / (1 + u),   u = max(u_f, u_s)
+Score:   s = b_r exp(-lambda_r (t - t_ref)) + alpha u
+Page:    the largest of its tokens' scores
 
-`S` is the mass of the attention sinks (the first 16 tokens) and `|K'|` the attended tokens that are none. Each memory
-is divided by 1 - rho^n, with `n` the observations that could see the token, so one seen once has its own mean
-(ZipCache, arXiv 2405.14256, divides accumulated attention by opportunities in the same way).
+F is what is far: the attended tokens without the attention sinks (the first 16), whose mass says nothing about their
+content, and without the newest 64, which stay exact whatever their score, and whose mass says only that they are near.
+S_F is the mass of F. A lift saturates before it is averaged, so that one large lift counts no more than two moderate
+ones. The constants, and what else was tried, are the study's: docs/study.md, `tierkv study ablate`.
 """
 
 from __future__ import annotations
@@ -21,64 +23,61 @@ from typing import ClassVar
 
 import numpy as np
 
-from tierkv.daemon.policy.contract import Count, NotNegative, Share, Thresholds
+from tierkv.daemon.policy.contract import Aggregate, Count, NotNegative, Share, Thresholds
 from tierkv.daemon.policy.decay import RegionDecay
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
 
-LEAST_REST = 1e-6
-"""Mass that is not the sinks' is taken to be at least this."""
+LEAST_MASS = 1e-6
+"""The mass of what is far is taken to be at least this."""
 
-
-THRESHOLDS = Thresholds(quantize_below=0.5, offload_below=0.25, drop_below=0.0, promote_above=0.9)
-"""On a scale of 0 to b + alpha. A token at the uniform level has alpha / 2 (.25) however old it is, so what is
-below `offload_below` is both old and attended less than the average. `drop_below` 0 means never."""
+THRESHOLDS = Thresholds(quantize_below=1.5, offload_below=0.8, drop_below=0.0, promote_above=2.2)
+"""On a scale of 0 to b + alpha. A page at the uniform level comes to about alpha / 2 (2.0) after a few hundred
+observations, however old it is; below `offload_below` it is old and was hardly ever looked back at. `drop_below` 0
+means never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemDecayLift(RegionDecay):
-    """Columns: `u_f`, `u_s` (divided already), observations `n`, clock `t_ref`."""
+    """Columns: usage `u`, clock `t_ref`."""
 
     name: ClassVar[str] = "memdecay-lift"
-    rho_fast: Share = 0.9
-    rho_slow: Share = 0.99
-    alpha: NotNegative = 0.5
+    aggregate: Aggregate = "max"
+    rho: Share = 0.99
+    alpha: NotNegative = 4.0
     tau_factor: NotNegative = 2.0
     sink_tokens: Count = 16
+    near_tokens: Count = 64
     thresholds: Thresholds = THRESHOLDS
 
     def insert(self, step: float) -> tuple[float, ...]:
-        return 0.0, 0.0, 0.0, step
+        return 0.0, step
 
     def observe(self, tokens: TokenState, seen: Seen, step: float) -> None:
-        fast, slow, count, t_ref = tokens.columns
-        where = seen.where
-        sink_mass, sinks = seen.of_sinks(self.sink_tokens)
-        others = seen.attended - sinks
-        # No token has more than all the mass that is not the sinks', so the lift is at most |K'|.
-        lift = np.minimum(seen.mass * np.float32(others / max(1 - sink_mass, LEAST_REST)), np.float32(others))
-        n = count[where] + 1
-        for u, rho in ((fast, self.rho_fast), (slow, self.rho_slow)):
-            # The same as keeping rho v + (1 - rho) L and dividing it by 1 - rho^n.
-            u[where] += (1 - rho) / (1 - np.float32(rho) ** n) * (lift - u[where])
-        count[where] = n
-        t_ref[where] = np.where(lift >= self.tau_factor, np.float32(step), t_ref[where])
-
-    def usage(self, tokens: TokenState, span: slice) -> Floats:
-        """alpha u / (1 + u)."""
-        u = np.maximum(tokens.columns[0, span], tokens.columns[1, span])
-        usage: Floats = np.float32(self.alpha) * (u / (1 + u))
-        return usage
+        usage, t_ref = tokens.columns
+        far = slice(self.sink_tokens, max(self.sink_tokens, len(seen.observed) - self.near_tokens))
+        mass = seen.observed[far]
+        attended = np.isfinite(mass)
+        count = int(np.count_nonzero(attended))
+        if not count:
+            return
+        total = max(float(mass.sum(where=attended)), LEAST_MASS)
+        # No token has more than all of the mass that is far, so a lift is at most |F|.
+        lift = np.minimum(mass * np.float32(count / total), np.float32(count))
+        rho = np.float32(self.rho)
+        known, clock = usage[far], t_ref[far]
+        known[attended] = rho * known[attended] + (1 - rho) * (lift / (1 + lift))[attended]
+        clock[attended & (lift >= self.tau_factor)] = step
 
     def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
-        decayed = self.decayed(tokens.region[span], tokens.columns[3, span], step)
-        return decayed + self.usage(tokens, span)
+        usage, t_ref = tokens.columns[:, span]
+        return self.decayed(tokens.region[span], t_ref, step) + np.float32(self.alpha) * usage
 
     def terms(self, tokens: TokenState, step: float, span: slice) -> dict[str, float]:
-        """`decay_terms`, the lifts `fast` and `slow`, and `importance`, the mean of alpha u / (1 + u)."""
-        fast, slow, _, t_ref = tokens.columns[:, span]
+        """`decay_terms`, and the `usage` and `importance` (alpha u) of the most used token."""
+        usage, t_ref = tokens.columns[:, span]
+        most = float(usage.max())
         return {
             **self.decay_terms(tokens.region[span], t_ref, step),
-            "fast": float(fast.mean()),
-            "slow": float(slow.mean()),
-            "importance": float(self.usage(tokens, span).mean()),
+            "usage": most,
+            "importance": self.alpha * most,
         }

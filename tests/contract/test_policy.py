@@ -59,13 +59,13 @@ class TestPolicyContract:
         assert np.array_equal(first, state.page_scores(*pages(40), step=9))
 
     def test_a_page_has_the_mean_of_its_tokens(self, chosen: Policy) -> None:
-        state = observed(chosen)
+        state = observed(policy.get(chosen.name, aggregate="mean"))
         tokens = state.token_scores(12)
         means = [tokens[start : start + 8].mean() for start in range(0, 40, 8)]
         assert state.page_scores(*pages(40), step=12) == pytest.approx(means, rel=1e-5)
 
     def test_pages_may_be_some_of_them_in_any_order(self, chosen: Policy) -> None:
-        state = observed(chosen)
+        state = observed(policy.get(chosen.name, aggregate="mean"))
         tokens = state.token_scores(12)
         starts, counts = np.array([30, 5, 6]), np.array([10, 1, 7], np.int32)
         expected = [tokens[30:40].mean(), tokens[5], tokens[6:13].mean()]

@@ -30,6 +30,8 @@ class Plain:
     def __init__(self) -> None:
         self.tokens: list[Token] = []
         self.observations = 0
+        self.masses: list[list[float]] = []
+        """Of each observation, as far as there were tokens."""
 
     def append(self, regions: Sequence[int], step: float) -> None:
         self.tokens += [Token(Region(region), step) for region in regions]
@@ -50,6 +52,7 @@ class Plain:
             if i < len(self.tokens):
                 self.tokens[i].history.append((step, mass[i], len(attended), sink_mass, len(sinks)))
                 self.tokens[i].seen_at.append(self.observations)
+        self.masses.append(list(mass[: len(self.tokens)]))
         self.observations += 1
 
     def scores(self, name: str, step: float) -> list[float]:
@@ -76,19 +79,17 @@ class Plain:
 
     def lift(self, now: float) -> list[float]:
         scores = []
-        for token in self.tokens:
-            t_ref, lifts = token.inserted, []
-            for step, mass, attended, sink_mass, sinks in token.history:
-                others = attended - sinks
-                lifts.append(min(mass * others / max(1 - sink_mass, 1e-6), others))
-                t_ref = step if lifts[-1] >= 2 else t_ref
-            u = 0.0
-            for rho in (0.9, 0.99):
-                weights = [rho ** (len(lifts) - 1 - i) for i in range(len(lifts))]
-                if lifts:
-                    weighted = sum(w * one for w, one in zip(weights, lifts, strict=True))
-                    u = max(u, weighted / sum(weights))
-            scores.append(self.decay(token, now - t_ref) + 0.5 * u / (1 + u))
+        for i, token in enumerate(self.tokens):
+            u, t_ref = 0.0, token.inserted
+            for number, (step, mass, *_) in zip(token.seen_at, token.history, strict=True):
+                row = self.masses[number]
+                far = [a for j, a in enumerate(row) if 16 <= j < len(row) - 64 and not math.isnan(a)]
+                if not 16 <= i < len(row) - 64:
+                    continue
+                lift = min(mass * len(far) / max(sum(far), 1e-6), len(far))
+                u = 0.99 * u + 0.01 * lift / (1 + lift)
+                t_ref = step if lift >= 2 else t_ref
+            scores.append(self.decay(token, now - t_ref) + 4 * u)
         return scores
 
     def decay(self, token: Token, age: float) -> float:

@@ -24,9 +24,9 @@ SETTINGS: dict[str, st.SearchStrategy[object]] = {
     "thresholds": st.builds(Thresholds, *[st.floats(allow_nan=False)] * 4),
     "base": st.dictionaries(st.sampled_from(Region), NUMBERS),
     "half_life": st.dictionaries(st.sampled_from(REGION_NAMES), st.floats(1e-3, allow_nan=False)),
-    **dict.fromkeys(["rho", "rho_fast", "rho_slow", "a"], SHARES),
+    **dict.fromkeys(["rho", "a"], SHARES),
     **dict.fromkeys(["alpha", "tau_factor", "beta"], NUMBERS),
-    **dict.fromkeys(["sink_tokens", "recent_tokens", "seed"], st.integers(0, 10**9)),
+    **dict.fromkeys(["sink_tokens", "near_tokens", "recent_tokens", "seed"], st.integers(0, 10**9)),
     **dict.fromkeys(["window", "kernel"], st.integers(1, 10**3)),
 }
 

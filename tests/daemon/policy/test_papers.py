@@ -74,28 +74,33 @@ def test_an_access_is_twice_the_uniform_level() -> None:
 # memdecay-lift -------------------------------------------------------------------------------------------------
 
 
-def test_lift_is_mass_over_the_uniform_level_of_what_the_sinks_leave() -> None:
-    state = state_of(policy.get("memdecay-lift"), 26)
-    # Sinks have .05 each: .8 in all. Ten others share .2, so .02 is the uniform level and .08 is lift 4.
-    mass = [0.05] * 16 + [0.08] + [0.12 / 9] * 9
+def lifting(**changed: float) -> Policy:
+    """Everything is far and there are no sinks, unless said otherwise."""
+    return policy.get("memdecay-lift", **{"sink_tokens": 0, "near_tokens": 0, **changed})
+
+
+def test_lift_is_mass_over_the_uniform_level_of_what_is_far() -> None:
+    state = state_of(policy.get("memdecay-lift"), 90)
+    # Sinks and the newest 64 have .8. Ten others share .2, so .02 is the uniform level and .08 is lift 4.
+    mass = [0.4 / 16] * 16 + [0.08] + [0.12 / 9] * 9 + [0.4 / 64] * 64
     observe(state, mass)
     told = state.explain(16, 1, step=0)
-    assert told["fast"] == pytest.approx(4, rel=1e-5)
-    assert told["slow"] == pytest.approx(4, rel=1e-5)  # seen once, a token has its own mean
-    assert told["importance"] == pytest.approx(0.5 * 4 / 5, rel=1e-5)
-    assert told["score"] == pytest.approx(0.6 + 0.4, rel=1e-5)  # a user token without age
+    assert told["usage"] == pytest.approx(0.01 * 4 / 5, rel=1e-4)
+    assert told["importance"] == pytest.approx(4 * 0.01 * 4 / 5, rel=1e-4)
+    assert told["score"] == pytest.approx(0.6 + 0.032, rel=1e-4)  # a user token without age
+    for near_or_sink in (0, 15, 26, 89):
+        assert state.explain(near_or_sink, 1, step=0)["usage"] == 0
 
 
-def test_both_memories_are_means_over_what_a_token_was_seen_in() -> None:
-    state = state_of(policy.get("memdecay-lift", sink_tokens=0), 2)
+def test_usage_averages_lifts_that_are_saturated_already() -> None:
+    state = state_of(lifting(), 2)
     observe(state, [0.5, 0.5], [0.25, 0.75])  # lifts of the first: 1, then .5
     told = state.explain(0, 1, step=0)
-    assert told["fast"] == pytest.approx((0.9 * 1 + 0.5) / 1.9, rel=1e-5)
-    assert told["slow"] == pytest.approx((0.99 * 1 + 0.5) / 1.99, rel=1e-4)
+    assert told["usage"] == pytest.approx(0.99 * 0.01 * (1 / 2) + 0.01 * (0.5 / 1.5), rel=1e-4)
 
 
 def test_the_clock_of_lift_is_refreshed_from_twice_the_uniform_level() -> None:
-    state = state_of(policy.get("memdecay-lift", sink_tokens=0, alpha=0.0), 4)
+    state = state_of(lifting(alpha=0.0), 4)
     observe(state, [0.5, 0.49, 0.01, 0.0], step=35)
     assert state.token_scores(35)[:2] == pytest.approx([0.6, 0.6 * 0.5], rel=1e-5)  # half-life of user: 35
 
@@ -106,16 +111,22 @@ def test_attention_rescues_an_old_token_by_lift_and_not_by_mass() -> None:
     for name in ("memdecay", "memdecay-lift"):
         state = state_of(policy.get(name), 1000, region=Region.TOOL_OUT)
         for step in range(0, 400, 8):
-            observe(
-                state, masses(1000, 0.5 / 1000, _500=0.0015), step=step
-            )  # thrice the rest, below the clock
+            # Nearly twice the rest, and below the clock.
+            observe(state, masses(1000, 0.5 / 1000, _500=0.00095), step=step)
         scores = state.token_scores(400)
         needed[name] = scores[500] - scores[400]
     assert needed["memdecay"] < 0.001
     assert needed["memdecay-lift"] > 0.1
 
 
-def test_without_anything_but_sinks_there_is_no_lift() -> None:
+def test_a_page_is_worth_what_its_best_token_is() -> None:
+    state = state_of(lifting(), 4)
+    observe(state, [0.7, 0.1, 0.1, 0.1])
+    best = state.token_scores(0).max()
+    assert state.explain(0, 4, step=0)["score"] == pytest.approx(best)
+
+
+def test_without_anything_far_there_is_no_lift() -> None:
     state = state_of(policy.get("memdecay-lift"), 4)
     observe(state, [0.7, 0.1, 0.1, 0.1])
     assert state.token_scores(0) == pytest.approx([0.6] * 4)
