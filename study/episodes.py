@@ -105,7 +105,8 @@ def spans(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> list[Span]:
 
 
 def recalled(answer: str, gold: str) -> bool:
-    """Whether a greedy completion names the fact: it starts with the gold answer, leading blanks and quotation marks
-    aside (`"Maxifort". Pla` names Maxifort).
+    """Whether a greedy completion names the fact: it starts with the gold answer and then does something else, leading
+    blanks and quotation marks aside (`"Maxifort". Pla` names Maxifort; `2850` does not name 285).
     """
-    return answer.lstrip(BEFORE_GOLD).startswith(gold)
+    said = answer.lstrip(BEFORE_GOLD)
+    return said.startswith(gold) and not said[len(gold) : len(gold) + 1].isalnum()

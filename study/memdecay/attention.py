@@ -1,0 +1,136 @@
+"""The model's attention, as the study needs it: observed while a context is read, and masked while it is asked.
+
+- `Observing`: plain SDPA, and beside it the attention that each token gets from chosen queries.
+- `SharedContext`: many questions at once over one context, each of which sees its own subset of the context's tokens.
+  A token that a row does not see is as good as evicted: keys carry their positions, so leaving a token out of the
+  softmax is the same as cutting it out of the cache, and no cache is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IMPLEMENTATION = "tierkv_study"
+
+
+@dataclass
+class Observing:
+    """The masses of the last `window` queries of each forward.
+
+    `masses` gets, for each of them, `[tokens so far]` float32 averaged over layers and heads, or with `by_head`
+    `[layers, q_heads, tokens so far]` float16.
+    """
+
+    layers: int
+    window: int
+    by_head: bool = False
+    masses: list[torch.Tensor] = field(default_factory=list)
+    _layer_masses: list[torch.Tensor] = field(default_factory=list)
+
+    def see(self, query: torch.Tensor, keys: torch.Tensor, scale: float) -> None:
+        """query `[q_heads, queries, head_dim]`, keys `[kv_heads, tokens, head_dim]`, of one layer."""
+        last = query[:, -self.window :]
+        heads, queries, size = last.shape
+        grouped = last.reshape(len(keys), -1, size)
+        logits = (grouped @ keys.transpose(1, 2) * scale).float().view(heads, queries, -1)
+        tokens = keys.shape[1]
+        future = torch.ones(queries, tokens, dtype=torch.bool).triu(tokens - queries + 1)
+        mass = logits.masked_fill_(future, -torch.inf).softmax(-1)
+        self._layer_masses.append(mass.half() if self.by_head else mass.mean(0))
+        if len(self._layer_masses) < self.layers:
+            return
+        whole = torch.stack(self._layer_masses)
+        self._layer_masses.clear()
+        first = tokens - queries
+        for i in range(queries):
+            seen = slice(first + i + 1)
+            self.masses.append(whole[:, :, i, seen] if self.by_head else whole[:, i, seen].mean(0))
+
+
+@dataclass
+class SharedContext:
+    """Rows of a batch that all continue one context.
+
+    keys, values: of each layer, `[kv_heads, tokens, head_dim]`; seen: `[rows, tokens]` bool; own: `[rows, width]` bool,
+    the places of the rows' own tokens that hold one (questions are padded on the left).
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    seen: torch.Tensor
+    own: torch.Tensor
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """query `[rows, q_heads, queries, head_dim]`, key and value `[rows, kv_heads, own, head_dim]`; `[rows, queries,
+        q_heads, head_dim]`.
+        """
+        rows, heads, queries, size = query.shape
+        groups = key.shape[1]
+        grouped = query.reshape(rows, groups, -1, size)  # [rows, groups, per * queries, size]
+        flat = grouped.transpose(0, 1).reshape(groups, -1, size)
+        tokens = self.seen.shape[1]
+        far = (flat @ self.keys[layer].transpose(1, 2)).view(groups, rows, -1, tokens).transpose(0, 1)
+        near = grouped @ key.transpose(2, 3)
+        length = key.shape[2]
+        hidden = ~self.own[:, None, :length] | torch.ones(queries, length, dtype=torch.bool).triu(
+            length - queries + 1
+        )
+        hidden = hidden.repeat(1, heads // groups, 1)[:, None]
+        logits = torch.cat(
+            [
+                far.masked_fill(~self.seen[:, None, None], -torch.inf),
+                near.masked_fill(hidden, -torch.inf),
+            ],
+            -1,
+        )
+        weights = (logits * scale).softmax(-1)
+        flat = weights[..., :tokens].transpose(0, 1).reshape(groups, -1, tokens)
+        out = (flat @ self.values[layer]).view(groups, rows, -1, size).transpose(0, 1)
+        out = out + weights[..., tokens:] @ value
+        return out.reshape(rows, heads, queries, size).transpose(1, 2)
+
+
+class StudyAttention:
+    """The attention of a model: plain SDPA until told otherwise."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        self._mode: Observing | SharedContext | None = None
+        AttentionInterface.register(IMPLEMENTATION, self._attend)
+        AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+        model.set_attn_implementation(IMPLEMENTATION)
+
+    @contextmanager
+    def using(self, mode: Observing | SharedContext) -> Iterator[None]:
+        self._mode = mode
+        try:
+            yield
+        finally:
+            self._mode = None
+
+    def _attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attention_mask: torch.Tensor | None, scaling: float, **options: object,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        if isinstance(self._mode, SharedContext):
+            return self._mode.attend(layer, query, key, value, scaling), None
+        if isinstance(self._mode, Observing):
+            self._mode.see(query[0], key[0], scaling)
+        plain = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return plain[0], None
