@@ -1,4 +1,4 @@
-"""`python -m tierkv.benchmarks [request] [moves] [decode] [--quick] [--out FILE]`."""
+"""`python -m tierkv.benchmarks [request] [moves] [decode] [policy] [--quick] [--out FILE]`."""
 
 from __future__ import annotations
 

@@ -45,6 +45,8 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     for record in results.get("decode", []):
         for arm in ("exact", "budget"):
             yield _line(f"decode {record['context']} {arm}, ms/token", record[arm])
+    for name, figures in results.get("policy", {}).items():
+        yield _line(f"policy {name}, ms", figures)
 
 
 def write(results: dict[str, Any], path: Path) -> None:

@@ -112,7 +112,7 @@ class Promotion:
         return self._promote_exact(np.array(resident, np.int64), spare, "hot")
 
     def _promote_exact(self, slots: Slots, spare: int, reason: str) -> int:
-        for slot in reversed(self._scores.coldest_first(slots)):
+        for slot in reversed(list(self._scores.coldest_first(slots))):
             frame = self._state.model_of(slot).exact.frame
             if spare < frame or self._moves.full():
                 break

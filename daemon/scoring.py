@@ -1,22 +1,35 @@
 """Scores and guards of pages, refreshed for what changed, and the questions that are asked of them.
 
 A page that several sessions name has the highest of their scores and the strictest of their guards, so sessions that
-share pages (a family of forks) are scored together.
+share pages (a family of forks) are scored together. All that is due is scored in a few kernel calls: the work is linear
+in the tokens of the sessions that changed, and a session costs about a microsecond of Python besides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.daemon.pages import Goal, Guard, Ladder
-from tierkv.daemon.sessions import Session
+from tierkv.daemon.pages import Goal, Ladder
+from tierkv.daemon.policy.exponential import score_sessions
+from tierkv.daemon.scoring_kernels import EXACT, NONE, RECENT, clear, settle
+from tierkv.daemon.sessions import IDLE_SECONDS, Session
 from tierkv.daemon.state import State
 
 Slots = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+WATCH = {Ladder.EXACT: NONE, Ladder.DROP: NONE, Ladder.TIERED: RECENT}
+"""What `settle` is told of a session, by its ladder: only pages of a tiered one have a recent window and sinks."""
 
 RESCORE_SECONDS = 1.0
 """Scores of a paused session are recomputed this often."""
+
+FIRST_CHUNK = 1024
+"""Of slots in order of score, so many are sorted at first, and twice as many each time the caller wants more."""
 
 
 class Scores:
@@ -25,52 +38,71 @@ class Scores:
 
     def refresh(self) -> None:
         """Refresh scores and guards of sessions that changed, and of the sessions that share pages with them."""
+        due = self._due()
+        if not due:
+            return
+        state, pages = self._state, self._state.pages
+        quarantined = {name for name, client in state.clients.items() if client.quarantined}
+        fields = _numbers(
+            5,
+            [
+                (
+                    s.pages.address,
+                    s.starts.address,
+                    s.pages.length,
+                    s.length,
+                    EXACT if s.client in quarantined else WATCH[s.ladder],
+                )
+                for s in due
+            ],
+        )
+        slots, starts, rows, lengths, watches = np.ascontiguousarray(fields.T)
+        scores = self._scores(due, np.stack([starts, rows, lengths], axis=1))
+        for session in due:
+            session.stale, session.scored_at = False, state.now
+        clear(slots, rows, pages.score, pages.guard)
+        settle(
+            slots, starts, rows, lengths, watches, scores, pages.pin, pages.score, pages.guard,
+            state.config.recent_tokens, state.config.sink_tokens,
+        )  # fmt: skip
+
+    def _due(self) -> list[Session]:
+        """Sessions whose scores are older than they may be, with their families, each once."""
         state = self._state
+        before = state.now - RESCORE_SECONDS
+        due: list[Session] = []
         done: set[int] = set()
         for session in state.sessions.values():
-            old = state.now - session.scored_at > RESCORE_SECONDS
-            if session.id in done or not (session.stale or old):
+            if not (session.stale or session.scored_at < before):
                 continue
-            family = [state.sessions[s] for s in sorted(session.family)]
-            self._score_family(family)
-            done |= session.family
+            if len(session.family) == 1:
+                due.append(session)
+            elif session.id not in done:
+                due += [state.sessions[s] for s in sorted(session.family)]
+                done |= session.family
+        return due
 
-    def _score_family(self, family: list[Session]) -> None:
-        pages = self._state.pages
-        for session in family:
-            slots = session.pages.view
-            pages.score[slots], pages.guard[slots] = -np.inf, Guard.NONE
-        for session in family:
-            slots = session.pages.view
-            if not len(slots):
-                session.stale = False
-                continue
-            counts = session.counts.view.astype(np.int32)
-            scores = session.tokens.page_scores(session.starts.view, counts, session.clock(self._state.now))
-            session.scores, session.stale, session.scored_at = scores, False, self._state.now
-            pages.score[slots] = np.maximum(pages.score[slots], scores)
-            pages.guard[slots] = np.maximum(pages.guard[slots], self._guards(session))
-
-    def _guards(self, session: Session) -> NDArray[np.int8]:
-        config, pages = self._state.config, self._state.pages
-        slots, starts = session.pages.view, session.starts.view
-        guards = pages.pin[slots].copy()
-        if self._state.clients[session.client].quarantined:
-            guards[:] = Guard.EXACT
-        elif session.ladder is Ladder.TIERED:
-            ends = starts + session.counts.view
-            recent = ends > session.length - config.recent_tokens
-            guards[recent] = np.maximum(guards[recent], Guard.RECENT)
-            guards[starts < config.sink_tokens] = Guard.EXACT
-        return guards
+    def _scores(self, due: list[Session], tables: NDArray[np.int64]) -> Floats:
+        """`[all pages]`, session after session; `tables` as in `score_sessions`."""
+        policy, now = self._state.policy, self._state.now
+        steps = [s.step if now - s.active_at <= IDLE_SECONDS else s.clock(now) for s in due]
+        if policy.exponential is not None:
+            tokens = _numbers(3, [s.tokens.addresses for s in due])
+            return score_sessions(
+                policy.exponential, policy.aggregate, tokens, tables, np.array(steps, np.float32)
+            )
+        scores = [
+            s.tokens.page_scores(s.starts.view, s.counts.view.astype(np.int32), step)
+            for s, step in zip(due, steps, strict=True)
+        ]
+        return np.concatenate(scores)
 
     def idle(self, among: Slots) -> Slots:
         """Sealed pages without a goal that may be chosen now."""
         pages = self._state.pages
-        free = (
-            pages.live[among] & pages.sealed[among] & ~pages.doomed[among] & (pages.goal[among] == Goal.NONE)
-        )
-        chosen: Slots = among[free & (pages.retry_at[among] <= self._state.now)]
+        free = pages.live & pages.sealed & ~pages.doomed & (pages.goal == Goal.NONE)
+        free &= pages.retry_at <= self._state.now
+        chosen: Slots = among[free[among]]
         return chosen
 
     def wanted(self, slots: Slots) -> NDArray[np.bool_]:
@@ -79,13 +111,41 @@ class Scores:
         until = pages.wanted_until[slots]
         wanted: NDArray[np.bool_] = until > 0
         if wanted.any():
-            owners, which = np.unique(pages.owner[slots], return_inverse=True)
+            owners, which = np.unique(pages.owner[slots[wanted]], return_inverse=True)
             steps = [sessions[o].step if o in sessions else np.inf for o in owners.tolist()]
-            wanted &= np.array(steps)[which] < until
+            wanted[wanted] = np.array(steps)[which] < until[wanted]
         return wanted
 
-    def coldest_first(self, slots: Slots) -> list[int]:
-        """The slots, lowest score first; pages that were recalled for steps still to come are last."""
-        order = np.lexsort((self._state.pages.score[slots], self.wanted(slots)))
-        ordered: list[int] = slots[order].tolist()
-        return ordered
+    def coldest_first(self, slots: Slots) -> Iterator[int]:
+        """The slots, lowest score first and equals in their order; pages that were recalled for steps still to come are
+        last. Sorted as far as they are asked for, by the scores at the call.
+        """
+        scores, wanted = self._state.pages.score[slots], self.wanted(slots)
+        if not wanted.any():
+            return _ascending(slots, scores)
+        return chain(_ascending(slots[~wanted], scores[~wanted]), _ascending(slots[wanted], scores[wanted]))
+
+
+def _numbers(fields: int, rows: list[tuple[int, ...]]) -> NDArray[np.int64]:
+    """`[rows, fields]`; from a list of tuples numpy takes thrice as long."""
+    return np.fromiter(chain.from_iterable(rows), np.int64, fields * len(rows)).reshape(-1, fields)
+
+
+def _ascending(slots: Slots, scores: Floats) -> Iterator[int]:
+    """A score and a place in one integer: a few of the smallest are found without sorting the rest, and equal scores
+    keep their order on every machine.
+    """
+    bits = (scores + np.float32(0.0)).view(np.uint32)  # -0 as 0
+    negative = bits >> np.uint32(31) == 1
+    rank = np.where(negative, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)  # orders as the floats do
+    keys = rank << np.uint64(32) | np.arange(len(slots), dtype=np.uint64)
+
+    def chunks() -> Iterator[int]:
+        rest, chunk = keys, FIRST_CHUNK
+        while len(rest):
+            if chunk < len(rest):
+                rest = np.partition(rest, chunk)
+            first, rest, chunk = np.sort(rest[:chunk]), rest[chunk:], 2 * chunk
+            yield from slots[(first & np.uint64(0xFFFFFFFF)).astype(np.int64)].tolist()
+
+    return chunks()

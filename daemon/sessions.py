@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.daemon.addresses import address_of
 from tierkv.daemon.allocator import SizeClass
 from tierkv.daemon.pages import Guard, Ladder
 from tierkv.daemon.policy import TokenState
@@ -58,32 +59,38 @@ class Column:
     """A growable int array: append at the end, cut at the end, read as a view."""
 
     def __init__(self) -> None:
-        self._data = np.zeros(16, np.int64)
-        self._length = 0
+        self.length = 0
+        self._hold(np.zeros(16, np.int64))
+
+    def _hold(self, data: NDArray[np.int64]) -> None:
+        self._data = data
+        self.address = address_of(data)
+        """Of the first value; good until the next append."""
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def append(self, value: int) -> None:
-        if self._length == len(self._data):
-            self._data = np.concatenate([self._data, np.zeros_like(self._data)])
-        self._data[self._length] = value
-        self._length += 1
+        if self.length == len(self._data):
+            self._hold(np.concatenate([self._data, np.zeros_like(self._data)]))
+        self._data[self.length] = value
+        self.length += 1
 
     def cut(self, length: int) -> None:
-        self._length = length
+        self.length = length
 
     def set_last(self, value: int) -> None:
-        self._data[self._length - 1] = value
+        self._data[self.length - 1] = value
 
     @property
     def view(self) -> NDArray[np.int64]:
-        return self._data[: self._length]
+        return self._data[: self.length]
 
     def copy(self) -> Column:
         twin = Column()
-        twin._data = self.view.copy() if self._length else np.zeros(16, np.int64)
-        twin._length = self._length
+        if self.length:
+            twin._hold(self.view.copy())
+        twin.length = self.length
         return twin
 
 
@@ -111,7 +118,6 @@ class Session:
     changed: set[int] = field(default_factory=set)  # slots whose replicas the worker does not know yet
     retiring: deque[tuple[int, int]] = field(default_factory=deque)  # (version, retirement)
     retiring_bytes: int = 0  # HBM only
-    scores: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     scored_at: float = 0.0
     stale: bool = True  # scores are older than the tokens, step or observations
     observed: tuple[int, int] = (-1, -1)  # (step, tokens) of the last observation

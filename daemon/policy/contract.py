@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from tierkv.daemon.policy.exponential import Exponential
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
 
 Aggregate = Literal["mean", "max", "top2"]
@@ -61,6 +62,11 @@ class Policy(ABC):
     @abstractmethod
     def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
         """Scores of the tokens `span` (start and stop given, no stride) at decode step `step`."""
+
+    @property
+    def exponential(self) -> Exponential | None:
+        """The same score as constants of one form, if it has that form: scored for thousands of sessions at once."""
+        return None
 
     def terms(self, tokens: TokenState, step: float, span: slice) -> dict[str, float]:
         """What the score of a page of the tokens `span` is made of: means over them, unless said otherwise."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.daemon.policy.contract import HalfLife, NotNegative, Policy
+from tierkv.daemon.policy.exponential import Exponential
 from tierkv.daemon.policy.tokens import Floats
 from tierkv.regions import Region
 
@@ -57,6 +58,10 @@ class RegionDecay(Policy, ABC):
     def rates(self) -> Floats:
         """lambda_r by region (Eq. 7)."""
         return np.array([math.log(2.0) / self.half_life[r] for r in Region], np.float32)
+
+    def decaying(self, weight: float) -> Exponential:
+        """The structural term and `weight` times the first column; the second is the clock."""
+        return Exponential(0, 1, self.bases, self.rates / np.float32(math.log(2.0)), weight)
 
     def decayed(self, region: NDArray[np.int8], t_ref: Floats, step: float) -> Floats:
         """The structural term at decode step `step`; a clock that is ahead of it has age 0."""

@@ -10,13 +10,17 @@ and .35 then give e = .170352. `beta` .001 is where the method starts from: it i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from tierkv.daemon.policy.contract import NotNegative, Policy, Share, Thresholds
+from tierkv.daemon.policy.exponential import Exponential
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
+from tierkv.regions import Region
 
 HIGH = 0.5
 """An average from here on is high. The matrix has .72 and .85 as high, .05 and .03 as low; our cut between them."""
@@ -63,6 +67,11 @@ class Ema(Policy):
         since = np.maximum(np.float32(step) - accessed, np.float32(0.0))
         scores: Floats = 1 + (1 - ema) * np.expm1(np.float32(-self.beta) * since)
         return scores
+
+    @cached_property
+    def exponential(self) -> Exponential:
+        one = np.ones(len(Region), np.float32)
+        return Exponential(0, 1, one, one * np.float32(self.beta / math.log(2.0)), 1.0, 1.0)
 
     def terms(self, tokens: TokenState, step: float, span: slice) -> dict[str, float]:
         """`ema` (mean), `steps` since the freshest access, `recency` = exp(-beta steps), and the `priority` of a token

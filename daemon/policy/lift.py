@@ -19,12 +19,14 @@ ones. The constants, and what else was tried, are the study's: docs/study.md, `t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
 from tierkv.daemon.policy.contract import Aggregate, Count, NotNegative, Share, Thresholds
 from tierkv.daemon.policy.decay import RegionDecay
+from tierkv.daemon.policy.exponential import Exponential
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
 
 LEAST_MASS = 1e-6
@@ -70,7 +72,12 @@ class MemDecayLift(RegionDecay):
 
     def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
         usage, t_ref = tokens.columns[:, span]
-        return self.decayed(tokens.region[span], t_ref, step) + np.float32(self.alpha) * usage
+        scores: Floats = self.decayed(tokens.region[span], t_ref, step) + np.float32(self.alpha) * usage
+        return scores
+
+    @cached_property
+    def exponential(self) -> Exponential:
+        return self.decaying(self.alpha)
 
     def terms(self, tokens: TokenState, step: float, span: slice) -> dict[str, float]:
         """`decay_terms`, and the `usage` and `importance` (alpha u) of the most used token."""

@@ -11,12 +11,14 @@ Page, Eq. 5:        mean over its tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
 from tierkv.daemon.policy.contract import NotNegative, Share, Thresholds
 from tierkv.daemon.policy.decay import RegionDecay
+from tierkv.daemon.policy.exponential import Exponential
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
 
 THRESHOLDS = Thresholds(quantize_below=0.5, offload_below=0.1, drop_below=0.0, promote_above=0.9)
@@ -48,6 +50,10 @@ class MemDecay(RegionDecay):
         scores: Floats = self.decayed(tokens.region[span], t_ref, step)
         scores += np.float32(self.alpha) * importance  # Eq. 4
         return scores
+
+    @cached_property
+    def exponential(self) -> Exponential:
+        return self.decaying(self.alpha)
 
     def terms(self, tokens: TokenState, step: float, span: slice) -> dict[str, float]:
         """`decay_terms` and `importance`, the mean of alpha a."""

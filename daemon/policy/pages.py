@@ -7,41 +7,68 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.geometry import PAGE_TOKENS
 from tierkv.numba_setup import kernel
 
 if TYPE_CHECKING:
     from tierkv.daemon.policy.contract import Aggregate
 
 Floats = NDArray[np.float32]
+Longs = NDArray[np.int64]
 
 AGGREGATES: tuple[Aggregate, ...] = ("mean", "max", "top2")
+MEAN, MAX = 0, 1
 
 
-def page_scores(
-    scores: Floats, starts: NDArray[np.int64], counts: NDArray[np.int32], aggregate: Aggregate
-) -> Floats:
+def page_scores(scores: Floats, starts: Longs, counts: NDArray[np.int32], aggregate: Aggregate) -> Floats:
     """`[pages]`, each of the tokens `[starts, starts + counts)` of `scores`; a page without tokens has 0."""
     pages = np.empty(len(starts), np.float32)
-    _aggregate(np.ascontiguousarray(scores), starts, counts, AGGREGATES.index(aggregate), pages)
+    _score_pages(np.ascontiguousarray(scores), starts, counts, AGGREGATES.index(aggregate), pages)
     return pages
 
 
 @kernel()
-def _aggregate(
-    scores: Floats, starts: NDArray[np.int64], counts: NDArray[np.int32], aggregate: int, out: Floats
+def _score_pages(
+    scores: Floats, starts: Longs, counts: NDArray[np.int32], aggregate: int, out: Floats
 ) -> None:
     for page in range(len(starts)):
-        total, first, second = np.float32(0.0), np.float32(-np.inf), np.float32(-np.inf)
-        for token in range(starts[page], starts[page] + counts[page]):
-            score = scores[token]
-            total += score
-            second = max(second, min(first, score))
-            first = max(first, score)
-        if counts[page] <= 0:
-            out[page] = 0.0
-        elif aggregate == 0:
-            out[page] = total / counts[page]
-        elif aggregate == 1 or counts[page] == 1:
-            out[page] = first
+        start = starts[page]
+        out[page] = score_of(scores[start : start + counts[page]], aggregate)
+
+
+@kernel(fastmath=True)
+def score_table(scores: Floats, starts: Longs, aggregate: int, out: Floats) -> None:
+    """Pages that hold all tokens of `scores`, each from its start up to the next one's."""
+    pages = len(starts)
+    for page in range(pages):
+        stop = starts[page + 1] if page + 1 < pages else len(scores)
+        out[page] = score_of(scores[starts[page] : stop], aggregate)
+
+
+@kernel(fastmath=True, inline=True)
+def score_of(page: Floats, aggregate: int) -> np.float32:
+    """One page's score from its tokens'. Loops over the usual length are unrolled: a sum then takes a quarter."""
+    if len(page) == 0:
+        return np.float32(0.0)
+    if aggregate == MEAN:
+        total = np.float32(0.0)
+        if len(page) == PAGE_TOKENS:
+            for token in range(PAGE_TOKENS):
+                total += page[token]
         else:
-            out[page] = (first + second) / 2
+            for token in range(len(page)):
+                total += page[token]
+        mean: np.float32 = total / np.float32(len(page))
+        return mean
+    first: np.float32 = page[0]
+    if aggregate == MAX:
+        for token in range(1, len(page)):
+            first = max(first, page[token])
+        return first
+    second = np.float32(-np.inf)
+    for token in range(1, len(page)):
+        score = page[token]
+        second = max(second, min(first, score))
+        first = max(first, score)
+    top: np.float32 = first if len(page) == 1 else (first + second) / np.float32(2.0)
+    return top

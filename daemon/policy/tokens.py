@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.daemon.addresses import address_of
 from tierkv.daemon.policy.pages import page_scores
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class TokenState:
         self._length = 0
         self._region = np.zeros(FIRST_TOKENS, np.int8)
         self._columns = np.zeros((len(policy.insert(0)), FIRST_TOKENS), np.float32)
+        self._locate()
 
     def __len__(self) -> int:
         return self._length
@@ -61,6 +63,10 @@ class TokenState:
         """`[columns, tokens]`, a view: the policy's, in the order of its `insert`."""
         return self._columns[:, : self._length]
 
+    def _locate(self) -> None:
+        self.addresses = (address_of(self._region), address_of(self._columns), self._columns.shape[1])
+        """Of the regions and the columns, and how many tokens a column has room for; good until the next append."""
+
     def append(self, regions: NDArray[np.int8], step: float) -> None:
         """Add tokens inserted at decode step `step`."""
         start, stop = self._length, self._length + len(regions)
@@ -69,6 +75,7 @@ class TokenState:
             self._region = np.concatenate([self.region, np.zeros(room, np.int8)])
             fresh = np.zeros((len(self._columns), room), np.float32)
             self._columns = np.concatenate([self.columns, fresh], axis=1)
+            self._locate()
         self._length = stop
         self._region[start:stop] = regions
         self._columns[:, start:stop] = np.array(self.policy.insert(step), np.float32)[:, None]
@@ -80,6 +87,7 @@ class TokenState:
         twin = TokenState(self.policy)
         twin.observations, twin._length = self.observations, self._length
         twin._region, twin._columns = self.region.copy(), self.columns.copy()
+        twin._locate()
         return twin
 
     def observe(self, mass: Floats, step: float) -> None:

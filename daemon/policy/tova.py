@@ -8,10 +8,15 @@ A token that the last observation could not attend, because it was cold, keeps w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
+
 from tierkv.daemon.policy.contract import Policy, Thresholds
+from tierkv.daemon.policy.exponential import Exponential
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
+from tierkv.regions import Region
 
 UNSEEN = 2.0
 """Above any mass."""
@@ -37,3 +42,8 @@ class Tova(Policy):
 
     def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
         return tokens.columns[0, span].copy()
+
+    @cached_property
+    def exponential(self) -> Exponential:
+        none = np.zeros(len(Region), np.float32)
+        return Exponential(0, 0, none, none, 1.0)

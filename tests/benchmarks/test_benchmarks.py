@@ -75,3 +75,30 @@ def test_the_ratio_is_the_median_of_pairs_not_the_ratio_of_medians() -> None:
 def test_no_pairs_give_no_figures() -> None:
     with pytest.raises(ValueError, match="no pair"):
         compare([])
+
+
+def test_a_quick_run_of_policies_times_what_one_and_many_sessions_take(tmp_path: Path) -> None:
+    done = bench("policy", "--quick", "--out", str(tmp_path / "bench.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "bench.json").read_text())["policy"]
+    assert set(results) == {"one_session", "all_changed", "one_in_100_changed", "choice"}
+    for name, one in results.items():
+        assert set(one) > FIGURES and one["ours"] > 0 and one["peer"] > 0
+        assert one["pages"] == one["sessions"] * -(-one["tokens"] // 16)
+        assert f"policy {name}, ms" in done.stdout
+    assert results["one_in_100_changed"]["ours"] < results["all_changed"]["peer"]
+
+
+def test_the_peer_of_the_policies_finds_the_same_scores_guards_and_pages() -> None:
+    from tierkv.benchmarks.policy import _Daemon
+
+    daemon = _Daemon(3, 1000)
+    daemon.step(1)
+    daemon.score()
+    pages = daemon.state.pages
+    ours = pages.score.copy(), pages.guard.copy(), daemon.choose()
+    daemon.plain_scores()
+    assert pages.score == pytest.approx(ours[0], rel=1e-5)
+    assert pages.guard.tolist() == ours[1].tolist()
+    pages.score[:] = ours[0]
+    assert daemon.plain_choice() == ours[2]

@@ -265,7 +265,10 @@ def test_idle_sessions_do_not_outrank_busy_ones() -> None:
     w.reserve(busy, 1)
     w.write(busy, [Run(Region.USER, 1)], 1)
     w.brain.scores.refresh()
-    scores = {s.id: float(w.brain.state.sessions[s.id].scores[1]) for s in (idle, busy)}
+    scores = {
+        s.id: float(w.brain.state.pages.score[w.brain.state.sessions[s.id].pages.view[1]])
+        for s in (idle, busy)
+    }
     assert scores[idle.id] < scores[busy.id]
 
 
