@@ -11,9 +11,9 @@
 - `decode`, a list by context, in milliseconds a token: `context` (tokens), `threads`, `omp_wait_policy`,
   `prefill_seconds` by arm, `exact` and `budget` (*figures*), `budget_pages` (`exact`, `low_bit`, `tokens_in_host`)
   and `budget_hbm_bytes`.
-- `policy`, in milliseconds, beside all scores anew in numpy: `one_session` of 1,000,000 tokens, scored and its coldest
-  1,000 pages chosen; of 10,000 sessions of 1,000 tokens `all_changed` and `one_in_100_changed`, scored, and `choice`,
-  the coldest 1,000 pages chosen. Each *figures* and `sessions`, `tokens` (of each) and `pages` (in all).
+- `policy`, in milliseconds of CPU time, beside all scores anew in numpy: `one_session` of 1,000,000 tokens, scored and
+  its coldest 1,000 pages chosen; of 10,000 sessions of 1,000 tokens `all_changed` and `one_in_100_changed`, scored, and
+  `choice`, the coldest 1,000 pages chosen. Each *figures* and `sessions`, `tokens` (of each) and `pages` (in all).
 
 *Figures* are `ours` and `peer` (medians), `ratio` (median of ours / peer, pair by pair), `ratio_low` and `ratio_high`
 (its quartiles) and `pairs`. A ratio below 1 is good for times (request, decode, policy), above 1 for rates (moves).

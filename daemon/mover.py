@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from tierkv.daemon import scoring
 from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize, Summarize
 from tierkv.daemon.pools import BytePool, Bytes
 from tierkv.geometry import DTypeName, Geometry
@@ -74,7 +75,8 @@ class Mover:
         self._stopping = False
         self.restarts = 0
         self.warmed = threading.Event()
-        """The codec's kernels are compiled: seconds on a machine that has not run them, less from numba's cache."""
+        """The codec's kernels and those of scores are compiled: seconds on a machine that has not run them, less from
+        numba's cache."""
 
     def start(self) -> None:
         thread = threading.Thread(target=self._run, name="tierkv-mover", daemon=True)
@@ -115,7 +117,10 @@ class Mover:
             self._thread.join(timeout)
 
     def _warm_up(self) -> None:
-        """Encode one small page of each element type, so that the first demotion need not wait for a compiler."""
+        """Encode one small page of each element type, so that the first demotion need not wait for a compiler; nor need
+        the loop when it scores pages first.
+        """
+        scoring.warm_up()
         dtypes: tuple[DTypeName, ...] = ("bfloat16", "float16", "float32")
         for dtype in dtypes:
             geometry = Geometry(1, 1, WARM_UP_HEAD_DIM, dtype)
@@ -131,7 +136,7 @@ class Mover:
             try:
                 self._warm_up()
             except Exception:
-                log.exception("the codec could not be warmed up")
+                log.exception("the kernels could not be warmed up")
             self.warmed.set()
         while (move := self._queue.get()) is not None:
             self._started_at = time.monotonic()

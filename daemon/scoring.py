@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.daemon.pages import Goal, Ladder
+from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.policy.exponential import score_sessions
+from tierkv.daemon.policy.pages import page_scores
 from tierkv.daemon.scoring_kernels import EXACT, NONE, RECENT, clear, settle
 from tierkv.daemon.sessions import IDLE_SECONDS, Session
 from tierkv.daemon.state import State
@@ -124,6 +126,18 @@ class Scores:
         if not wanted.any():
             return _ascending(slots, scores)
         return chain(_ascending(slots[~wanted], scores[~wanted]), _ascending(slots[wanted], scores[wanted]))
+
+
+def warm_up() -> None:
+    """Compile the kernels (seconds on a machine that has not run them), so that the first refresh need not wait."""
+    none, table = np.zeros(0, np.int64), np.zeros((0, 3), np.int64)
+    scores, guards = np.zeros(0, np.float32), np.zeros(0, np.int8)
+    form = get_policy("memdecay").exponential
+    assert form is not None
+    score_sessions(form, "mean", table, table, scores)
+    page_scores(scores, none, np.zeros(0, np.int32), "mean")
+    clear(none, none, scores, guards)
+    settle(none, none, none, none, none, scores, guards, scores, guards, 0, 0)
 
 
 def _numbers(fields: int, rows: list[tuple[int, ...]]) -> NDArray[np.int64]:

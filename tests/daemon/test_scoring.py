@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierkv.daemon.pages import Goal, Guard, Ladder
-from tierkv.daemon.scoring import Scores, _ascending
+from tierkv.daemon.policy.exponential import _score_sessions
+from tierkv.daemon.scoring import Scores, _ascending, warm_up
+from tierkv.daemon.scoring_kernels import clear, settle
 from tierkv.daemon.sessions import Client, Session
 from tierkv.daemon.state import BrainConfig, State
 from tierkv.geometry import Geometry
@@ -176,3 +178,9 @@ def test_the_order_is_that_of_the_call_whatever_happens_meanwhile() -> None:
     order = Scores(state).coldest_first(slots)
     state.pages.score[slots] = 0
     assert list(order) == slots[[1, 2, 0, 3]].tolist()
+
+
+def test_what_is_warmed_up_is_what_a_refresh_runs() -> None:
+    warm_up()
+    Scores(a_state("memdecay", np.random.default_rng(0), 2)).refresh()
+    assert [len(kernel.signatures) for kernel in (_score_sessions, clear, settle)] == [1, 1, 1]  # type: ignore[attr-defined]
