@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tierkv.errors import TierKVError
@@ -109,12 +109,14 @@ keep frames empty. Digests of the last 15 of 30 layers take a sixth, which leave
 would. Pins reach half of the system's pages: with more, a slice of a prompt finds no room beside them."""
 
 
-def daemon_command(state_dir: Path, hbm: int, host: int) -> list[str]:
-    """`tierkv-daemon` of this environment, with `SETTINGS`."""
-    settings = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+def daemon_command(
+    state_dir: Path, hbm: int, host: int, settings: Mapping[str, object] = SETTINGS
+) -> list[str]:
+    """`tierkv-daemon` of this environment."""
+    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     return [
         sys.executable, "-c", "from tierkv.daemon_cli import main; main()",
-        "--hbm", str(hbm), "--host", str(host), "--state-dir", str(state_dir), *settings,
+        "--hbm", str(hbm), "--host", str(host), "--state-dir", str(state_dir), *words,
     ]  # fmt: skip
 
 

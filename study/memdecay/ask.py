@@ -16,8 +16,8 @@ from tierkv.study.probe import ANSWER_TOKENS, cache_argument, dynamic_cache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ROWS = 96
-"""Questions in one batch."""
+ROWS = 48
+"""Questions in one batch: enough to share the weights' way through memory, few beside the context's tokens."""
 
 
 class Question(NamedTuple):

@@ -67,37 +67,40 @@ class SharedContext:
     values: list[torch.Tensor]
     seen: torch.Tensor
     own: torch.Tensor
+    _masked: tuple[int, int] = (0, 0)
+    _masks: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """query `[rows, q_heads, queries, head_dim]`, key and value `[rows, kv_heads, own, head_dim]`; `[rows, queries,
         q_heads, head_dim]`.
+
+        All rows are one: their queries stand in one long row over the context and every row's own tokens, of which the
+        mask leaves each its own.
         """
         rows, heads, queries, size = query.shape
-        groups = key.shape[1]
-        grouped = query.reshape(rows, groups, -1, size)  # [rows, groups, per * queries, size]
-        flat = grouped.transpose(0, 1).reshape(groups, -1, size)
-        tokens = self.seen.shape[1]
-        far = (flat @ self.keys[layer].transpose(1, 2)).view(groups, rows, -1, tokens).transpose(0, 1)
-        near = grouped @ key.transpose(2, 3)
-        length = key.shape[2]
-        hidden = ~self.own[:, None, :length] | torch.ones(queries, length, dtype=torch.bool).triu(
-            length - queries + 1
+        groups, own = key.shape[1], key.shape[2]
+        flat = query.transpose(0, 1).reshape(1, heads, rows * queries, size)
+        keys = torch.cat([self.keys[layer], key.transpose(0, 1).reshape(groups, rows * own, size)], 1)
+        values = torch.cat([self.values[layer], value.transpose(0, 1).reshape(groups, rows * own, size)], 1)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            flat, keys[None], values[None], self._mask(queries, own), scale=scale, enable_gqa=True
         )
-        hidden = hidden.repeat(1, heads // groups, 1)[:, None]
-        logits = torch.cat(
-            [
-                far.masked_fill(~self.seen[:, None, None], -torch.inf),
-                near.masked_fill(hidden, -torch.inf),
-            ],
-            -1,
-        )
-        weights = (logits * scale).softmax(-1)
-        flat = weights[..., :tokens].transpose(0, 1).reshape(groups, -1, tokens)
-        out = (flat @ self.values[layer]).view(groups, rows, -1, size).transpose(0, 1)
-        out = out + weights[..., tokens:] @ value
-        return out.reshape(rows, heads, queries, size).transpose(1, 2)
+        return out.view(heads, rows, queries, size).permute(1, 2, 0, 3)
+
+    def _mask(self, queries: int, own: int) -> torch.Tensor:
+        """`[rows * queries, tokens + rows * own]` bool, the same in every layer of a forward."""
+        if self._masked != (queries, own):
+            rows = len(self.seen)
+            causal = torch.ones(queries, own, dtype=torch.bool).tril(own - queries)
+            near = torch.zeros(rows, queries, rows, own, dtype=torch.bool)
+            each = torch.arange(rows)
+            near[each, :, each] = causal & self.own[:, None, :own]
+            far = self.seen[:, None].expand(-1, queries, -1).reshape(rows * queries, -1)
+            self._masks = torch.cat([far, near.view(rows * queries, rows * own)], 1)
+            self._masked = (queries, own)
+        return self._masks
 
 
 class StudyAttention:
