@@ -6,14 +6,11 @@ daemon answers.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import statistics
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,14 +19,17 @@ import typer
 from tierkv.daemon.config import load_config
 from tierkv.daemon.limits import show_bytes
 from tierkv.daemon.statedir import read_holder, read_http
-from tierkv.errors import ConfigError, OwnerUnavailable, TierKVError
+from tierkv.errors import ConfigError, OwnerUnavailable
 from tierkv.handshake import default_state_dir
+from tierkv.study.memdecay.command import app as study_app
+from tierkv.terminal import plain_errors
 
 HTTP_SECONDS = 5.0
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="The configuration.")
 app.add_typer(config_app, name="config")
+app.add_typer(study_app, name="study")
 
 StateDir = Annotated[Path | None, typer.Option(help="Of the daemon; default $TIERKV_STATE_DIR.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
@@ -38,7 +38,7 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 @app.command()
 def status(state_dir: StateDir = None, as_json: Json = False) -> None:
     """Whether the daemon is well, and how full its tiers are."""
-    with _errors():
+    with plain_errors():
         now = fetch_status(state_dir)
         if as_json:
             return _print_json(now)
@@ -76,7 +76,7 @@ def stats(
     as_json: Json = False,
 ) -> None:
     """The daemon's numbers, one a line."""
-    with _errors():
+    with plain_errors():
         if session is None:
             values = fetch_status(state_dir)["stats"]
         else:
@@ -106,7 +106,7 @@ def ping(
     as_json: Json = False,
 ) -> None:
     """Measure round trips over the workers' channel, in microseconds."""
-    with _errors():
+    with plain_errors():
         import tierkv
 
         with tierkv.connect(state_dir, timeout) as client:
@@ -145,7 +145,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Run recorded conversations through the daemon as a worker would, and compare them with a full cache."""
-    with _errors():
+    with plain_errors():
         if importlib.util.find_spec("transformers") is None:
             raise ConfigError(
                 'replay needs transformers: pip install ".[transformers]" in a checkout of tierkv'
@@ -174,7 +174,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Every setting, its value, and where it comes from."""
-    with _errors():
+    with plain_errors():
         if running:
             now = fetch_status(state_dir)
             values, origins = now["config"], now["origins"]
@@ -206,16 +206,6 @@ def fetch_status(state_dir: Path | None) -> dict[str, Any]:
         raise OwnerUnavailable(
             f"{found.url}/status of process {found.pid} does not answer ({error}); the daemon is restarting or dead"
         ) from None
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """One sentence on stderr and an exit code instead of a traceback."""
-    try:
-        yield
-    except TierKVError as error:
-        print(f"tierkv: {error}", file=sys.stderr)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
 
 
 def _print_json(value: object) -> None:
