@@ -21,9 +21,11 @@ NONE, RECENT, EXACT = int(Guard.NONE), int(Guard.RECENT), int(Guard.EXACT)
 
 
 @kernel()
-def clear(slots: Longs, rows: Longs, score: Floats, guard: Guards) -> None:
-    """Pages of these sessions have neither score nor guard: what several of them name is then the highest of theirs."""
+def clear(slots: Longs, rows: Longs, alone: Longs, score: Floats, guard: Guards) -> None:
+    """Pages of sessions that share some have neither score nor guard, before `settle` raises them."""
     for session in range(len(slots)):
+        if alone[session]:
+            continue
         for slot in int64_at(slots[session], rows[session]):
             score[slot] = -np.inf
             guard[slot] = NONE
@@ -36,6 +38,7 @@ def settle(
     rows: Longs,
     lengths: Longs,
     watches: Longs,
+    alone: Longs,
     scores: Floats,
     pin: Guards,
     score: Floats,
@@ -43,12 +46,13 @@ def settle(
     recent_tokens: int,
     sink_tokens: int,
 ) -> None:
-    """Raise each page's `score` and `guard` to what its sessions say.
+    """Write each page's `score` and `guard`: what its session says, or the highest of what its sessions do.
 
     Args:
         lengths: tokens of each session.
         watches: `NONE` where only pins count; `RECENT` where the recent window and the sinks do, too; `EXACT` where no
             page may change at all.
+        alone: sessions that share no page (not 0).
         scores: of all pages, session after session.
     """
     done = 0
@@ -67,6 +71,8 @@ def settle(
                     least = EXACT
                 elif stop > recent:
                     least = max(least, RECENT)
-            score[slot] = max(score[slot], scores[done + row])
-            guard[slot] = max(guard[slot], least)
+            if alone[session]:
+                score[slot], guard[slot] = scores[done + row], least
+            else:
+                score[slot], guard[slot] = max(score[slot], scores[done + row]), max(guard[slot], least)
         done += count
