@@ -13,7 +13,7 @@ Page:    the largest of its tokens' scores
 F is what is far: the attended tokens without the attention sinks (the first 16), whose mass says nothing about their
 content, and without the newest 64, which stay exact whatever their score, and whose mass says only that they are near.
 S_F is the mass of F. A lift saturates before it is averaged, so that one large lift counts no more than two moderate
-ones. The constants, and what else was tried, are the study's: docs/study.md, `tierkv study ablate`.
+ones. The constants were chosen on the study's four development scenarios (`tierkv study recall --split dev`).
 """
 
 from __future__ import annotations
