@@ -83,8 +83,9 @@ def render(tables: StudyTables) -> Group:
         for c in tables.comparisons
     ]  # fmt: skip
     notes = (
-        f"{tables.split} scenarios; intervals: 95%, bootstrap over scenarios; kept: tokens, of the tiered arms "
-        "bytes of HBM at their peak",
+        f"{tables.split} scenarios, {max(cell.probes for cell in tables.cells)} probes a cell; other: all but system, "
+        "with its interval: 95%, bootstrap over scenarios",
+        "kept: tokens; of the tiered arms bytes of HBM at their peak",
         "the tiered arms' recall sees the question, the policies choose before it comes",
         "paper: the same policy on Qwen2.5-1.5B and its own scenarios",
     )
@@ -92,19 +93,18 @@ def render(tables: StudyTables) -> Group:
 
 
 def _recall_table(tier: str, found: Sequence[Cell]) -> Table:
-    table = Table(title=f"Probe recall, {tier} tier", box=box.SIMPLE_HEAD)
-    table.add_column("policy")
-    for name in ("budget", "all", "95%", "non-system", "95%"):
-        table.add_column(name, justify="right")
-    for region in PROBED:
-        table.add_column(region.label, justify="right")
-    for name in ("kept", "probes", "paper"):
-        table.add_column(name, justify="right")
+    """At most 80 columns wide."""
+    table = Table(
+        title=f"Probe recall, {tier} tier", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
+    )
+    table.add_column("policy", no_wrap=True)
+    for name in ("at", "all/other", "95%", "sys", "user", "tool", "retr", "kept", "paper"):
+        table.add_column(name, justify="right", no_wrap=True)
     for cell in found:
         table.add_row(
-            cell.policy, f"{cell.budget:.0%}", f"{cell.recall:.2f}", f"{cell.low:.2f}-{cell.high:.2f}",
-            f"{cell.non_system:.2f}", f"{cell.non_system_low:.2f}-{cell.non_system_high:.2f}",
+            cell.policy, f"{cell.budget:.0%}", f"{cell.recall:.2f}/{cell.non_system:.2f}",
+            f"{cell.non_system_low:.2f}-{cell.non_system_high:.2f}",
             *(f"{cell.by_region[region.label]:.2f}" for region in PROBED),
-            f"{cell.kept:.3f}", str(cell.probes), PAPER.get((cell.tier, cell.policy, cell.budget), ""),
+            f"{cell.kept:.2f}", PAPER.get((cell.tier, cell.policy, cell.budget), ""),
         )  # fmt: skip
     return table
