@@ -18,6 +18,7 @@ from tierkv.daemon.addresses import float32_at, int8_at, int64_at
 from tierkv.daemon.policy.pages import AGGREGATES, score_table
 from tierkv.numba_setup import kernel
 from tierkv.quant.floats import float_of
+from tierkv.regions import Region
 
 if TYPE_CHECKING:
     from tierkv.daemon.policy.contract import Aggregate
@@ -48,6 +49,12 @@ class Exponential(NamedTuple):
     """h_r by region, in halvings a decode step."""
     weight: float
     give: float = 0.0
+
+
+def just(column: int) -> Exponential:
+    """s = u: a sum, or the last of something."""
+    none = np.zeros(len(Region), np.float32)
+    return Exponential(column, column, none, none, 1.0)
 
 
 def score_sessions(

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-import numpy as np
-
 from tierkv.daemon.policy.contract import Policy, Thresholds
-from tierkv.daemon.policy.exponential import Exponential
+from tierkv.daemon.policy.exponential import Exponential, just
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
-from tierkv.regions import Region
 
 THRESHOLDS = Thresholds(quantize_below=0.1, offload_below=0.01, drop_below=0.0, promote_above=1.0)
 """In units of one observation's whole mass. A token of 1,000 that gets the uniform share passes .01 after 10
@@ -42,5 +39,4 @@ class H2O(Policy):
 
     @cached_property
     def exponential(self) -> Exponential:
-        none = np.zeros(len(Region), np.float32)
-        return Exponential(0, 0, none, none, 1.0)
+        return just(0)

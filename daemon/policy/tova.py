@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-import numpy as np
-
 from tierkv.daemon.policy.contract import Policy, Thresholds
-from tierkv.daemon.policy.exponential import Exponential
+from tierkv.daemon.policy.exponential import Exponential, just
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
-from tierkv.regions import Region
 
 UNSEEN = 2.0
 """Above any mass."""
@@ -45,5 +42,4 @@ class Tova(Policy):
 
     @cached_property
     def exponential(self) -> Exponential:
-        none = np.zeros(len(Region), np.float32)
-        return Exponential(0, 0, none, none, 1.0)
+        return just(0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from tierkv import model_support
 from tierkv.study.memdecay import tiered
 from tierkv.study.memdecay.arms import Arm, compared
 from tierkv.study.memdecay.ask import Question, ask
@@ -116,7 +117,7 @@ def run(
             told(done, len(work), f"{one.episode.name}, {len(one.arms)} policies and budgets")
             results.add(evicted(model, tokenizer, attention, one.episode, one.arms))
             done += 1
-    geometry = tiered.geometry_of(model)
+    geometry = model_support.geometry(model, tiered.DTYPE)
     for tier, budget in dict.fromkeys((one.episode.tier, one.budget) for one in work if one.tiered):
         batch = [one for one in work if one.tiered and (one.episode.tier, one.budget) == (tier, budget)]
         least = min(len(one.episode.tokens) for one in batch)

@@ -85,7 +85,7 @@ def render(tables: StudyTables) -> Group:
     notes = (
         f"{tables.split} scenarios, {max(cell.probes for cell in tables.cells)} probes a cell; other: all but system, "
         "with its interval: 95%, bootstrap over scenarios",
-        "kept: tokens; of the tiered arms bytes of HBM at their peak",
+        "at: the share of tokens that is kept; of the tiered arms, of the KV bytes that are in HBM",
         "the tiered arms' recall sees the question, the policies choose before it comes",
         "paper: the same policy on Qwen2.5-1.5B and its own scenarios",
     )
@@ -98,13 +98,13 @@ def _recall_table(tier: str, found: Sequence[Cell]) -> Table:
         title=f"Probe recall, {tier} tier", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
     )
     table.add_column("policy", no_wrap=True)
-    for name in ("at", "all/other", "95%", "sys", "user", "tool", "retr", "kept", "paper"):
+    for name in ("at", "all/other", "95%", "sys", "user", "tool", "retr", "paper"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell in found:
         table.add_row(
             cell.policy, f"{cell.budget:.0%}", f"{cell.recall:.2f}/{cell.non_system:.2f}",
             f"{cell.non_system_low:.2f}-{cell.non_system_high:.2f}",
             *(f"{cell.by_region[region.label]:.2f}" for region in PROBED),
-            f"{cell.kept:.2f}", PAPER.get((cell.tier, cell.policy, cell.budget), ""),
+            PAPER.get((cell.tier, cell.policy, cell.budget), ""),
         )  # fmt: skip
     return table

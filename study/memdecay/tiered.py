@@ -97,11 +97,6 @@ def serving(tier: Tier, budget: float, tokens: int, geometry: Geometry) -> Itera
                 yield client
 
 
-def geometry_of(model: LlamaForCausalLM) -> Geometry:
-    config = model.config
-    return Geometry(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, DTYPE)
-
-
 def answer(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
