@@ -79,6 +79,9 @@ LEAST_RETRY_SECONDS = 0.001
 UNTOLD_RETRY_SECONDS = 0.05
 """Wait before asking again where the daemon named none."""
 
+DAMAGE_SECONDS = 1.0
+"""How long the daemon looks for room to bring a damaged page back, by which it finds the damage."""
+
 RETRYABLE = (Backpressure, OwnerUnavailable)
 
 
@@ -549,7 +552,7 @@ class Session:
         size = geometry.page_bytes if exact else quant.get(self._daemon.codec).page_bytes(geometry)
         good = checksum(self._daemon.host()[offset : offset + size], page) == expected
         if not good:
-            op = Recall(self.id, [page], [0.0], 0.0)
+            op = Recall(self.id, [page], [1.0], DAMAGE_SECONDS)  # a mass for which others give way
             self._daemon.submit(Call(op, lambda result: None, self.id), wake=not self._in_step)
         return good
 
