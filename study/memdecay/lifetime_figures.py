@@ -40,14 +40,17 @@ def draw_measured(report: Report, file: Path) -> None:
     """Mean mass by age with fitted lines, a panel a region, the tiers in two tones (the paper's Fig. 3)."""
     tiers = [tier for tier in dict.fromkeys(one.tier for one in report.fits) if tier != BOTH]
     with _figure(file, (12.0, 5.6)) as figure:
-        panels = figure.subplots(2, 4, sharex=True).flat
+        panels = figure.subplots(2, 4, sharex=True, sharey=True).flat
         for panel, region in zip(panels, Region, strict=False):
+            lives: list[str] = []
             for tier in tiers:
                 measured = next((p for p in report.points if (p.row, p.tier) == (region.label, tier)), None)
                 fitted = next((f for f in report.fits if (f.row, f.tier) == (region.label, tier)), None)
                 if measured is not None and fitted is not None:
                     _measured(panel, measured, fitted, COLOURS[region], first=tier == tiers[0])
+                    lives.append("none" if fitted.half_life is None else f"{fitted.half_life:,.0f}")
             panel.set_title(region.label, fontsize=10, loc="left", color=COLOURS[region])
+            panel.set_title(", ".join(lives), fontsize=9, loc="right", color="#495057")
             panel.set_yscale("log")
             _quiet(panel)
         key = panels[len(Region)]
@@ -56,10 +59,11 @@ def draw_measured(report: Report, file: Path) -> None:
             key.plot(
                 [], [], "o-", color="#495057", alpha=1 if i == 0 else 0.45, label=f"{tier} tier", markersize=4
             )
-        key.fill_between(
-            [], [], color="#495057", alpha=0.15, label="95% interval of the rate\n\n½: half-life"
-        )
-        key.legend(loc="center left", frameon=False, fontsize=9)
+        key.fill_between([], [], color="#495057", alpha=0.15, label="95% interval of the rate")
+        key.legend(
+            loc="center left", frameon=False, fontsize=9, title=f"right of a title: half-lives, {', '.join(tiers)}",
+            title_fontsize=9, alignment="left",
+        )  # fmt: skip
         figure.supxlabel("age, decode steps since insertion", fontsize=10)
         figure.supylabel("mean attention mass of a token", fontsize=10)
 
@@ -80,18 +84,6 @@ def _measured(panel: Axes, measured: Points, fitted: Fit, colour: str, first: bo
     panel.plot(span, lines[0], color=colour, alpha=alpha, linewidth=1.5)
     panel.fill_between(
         span, np.minimum(*lines[1:]), np.maximum(*lines[1:]), color=colour, alpha=0.15, linewidth=0
-    )
-    said = "no decay" if fitted.half_life is None else f"½: {fitted.half_life:,.0f} steps"
-    place = 0.72 if first else 1.0  # beside the title
-    panel.text(
-        place,
-        1.03,
-        said,
-        transform=panel.transAxes,
-        ha="right",
-        fontsize=8,
-        color=colour,
-        alpha=max(alpha, 0.6),
     )
 
 
