@@ -5,31 +5,22 @@ What is there already is not recorded again. A file that is damaged, or of other
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
-import torch
 
 from tierkv.chat_messages import read_messages
 from tierkv.chat_render import Renderer
 from tierkv.errors import ConfigError
-from tierkv.study.memdecay.attention import Observing, StudyAttention
-from tierkv.study.memdecay.record import WINDOW, record_episode
+from tierkv.study.memdecay.attention import StudyAttention
+from tierkv.study.memdecay.record import WINDOW, Reading, label, of_episode, record
 from tierkv.study.memdecay.scenarios import Episode, Tier, episodes, load_scenarios
 from tierkv.study.memdecay.traces import Trace, load_trace
-from tierkv.study.probe import cache_argument, dynamic_cache
 from tierkv.study.traces import Trace as Chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-CHUNK_TOKENS = 1024
-"""Of a prompt at a time: what is read at once bounds the memory that reading takes."""
 
 CHAT_TOKENS = 8192
 """What SmolLM2 was trained on; a longer chat is cut there."""
@@ -41,28 +32,12 @@ Told = Callable[[int, int, str], None]
 """Hears, before each piece of work and after the last: how many are done, how many there are, and what comes."""
 
 
-class Reading(NamedTuple):
-    """What the model is to read; `stages`: tokens up to which each stage reaches, `blocks`: first tokens of blocks."""
-
-    name: str
-    tokens: list[int]
-    regions: list[int]
-    blocks: list[int]
-    stages: list[int]
-
-
 class Recorded(NamedTuple):
     """Traces that are in `folder` now: `new` were recorded, `kept` had been there."""
 
     folder: Path
     new: tuple[str, ...]
     kept: tuple[str, ...]
-
-
-def of_episode(episode: Episode) -> Reading:
-    regions = [int(block.region) for block in episode.blocks for _ in range(block.start, block.stop)]
-    starts = [block.start for block in episode.blocks]
-    return Reading(episode.name, episode.tokens, regions, starts, list(episode.stages))
 
 
 def of_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, tokens: int = CHAT_TOKENS) -> Reading:
@@ -92,45 +67,6 @@ def of_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, tokens: int = CHAT_T
     if not ids:
         raise ConfigError(f"chat {chat.name} has no tokens; nothing can be recorded of it")
     return Reading(chat.name, ids, regions, blocks, stages)
-
-
-@torch.inference_mode()
-def read(
-    model: PreTrainedModel, attention: StudyAttention, reading: Reading, window: int, every: int = 0
-) -> Trace:
-    """The trace of the last `window` queries of each stage, averaged over layers and heads, or of each `every`-th of
-    all (layer, head) alone. Memory is bounded by `CHUNK_TOKENS` and the trace itself.
-    """
-    cache, name = dynamic_cache(model), cache_argument(model)
-    config = model.config
-    kept = slice(0, config.num_hidden_layers * config.num_attention_heads, every) if every else None
-    masses: list[torch.Tensor] = []
-    queries: list[int] = []
-    begin = 0
-    for end in reading.stages:
-        last = max(begin, end - max(window, CHUNK_TOKENS))  # the observed queries are all in the last chunk
-        borders = [*range(begin, last, CHUNK_TOKENS), last]
-        for start, stop in pairwise(borders):
-            model(torch.tensor([reading.tokens[start:stop]]), logits_to_keep=1, **{name: cache})
-        observing = Observing(config.num_hidden_layers, window, by_head=bool(every))
-        with attention.using(observing):
-            model(torch.tensor([reading.tokens[last:end]]), logits_to_keep=1, **{name: cache})
-        for mass in observing.masses:
-            masses.append(mass.half() if kept is None else mass.flatten(0, 1)[kept].half().clone())
-        queries += range(max(begin, end - window), end)
-        begin = end
-    return Trace(
-        reading.name, label(model),
-        np.array(reading.tokens, np.int32), np.array(reading.regions, np.int8),
-        np.array(reading.blocks, np.int32), np.array(reading.stages, np.int32), np.array(queries, np.int32),
-        torch.cat(masses, -1).numpy(),
-    )  # fmt: skip
-
-
-def label(model: PreTrainedModel) -> str:
-    """The model's name, and its dtype where that is not float32: rates of one are not those of another."""
-    name = model.config.name_or_path.rstrip("/").rsplit("/", 1)[-1]
-    return name if model.dtype is torch.float32 else f"{name} {str(model.dtype).removeprefix('torch.')}"
 
 
 def holds(file: Path, reading: Reading, model: str, window: int, every: int = 0, heads: int = 0) -> bool:
@@ -180,11 +116,9 @@ def run(
         raise ConfigError(f"split {split!r} does not exist; use dev, report or all")
     limit = min(tokens, model.config.max_position_embeddings)
     if chats:
-        work: list[tuple[Episode | None, Reading]] = [
-            (None, of_chat(chat, tokenizer, limit)) for chat in chats
-        ]
+        work = [of_chat(chat, tokenizer, limit) for chat in chats]
     else:
-        work = [(e, of_episode(e)) for e in _episodes(split, tiers, variants, tokenizer)]
+        work = [of_episode(e) for e in _episodes(split, tiers, variants, tokenizer)]
     window = window or (CHAT_WINDOW if chats else WINDOW)
     attention, heads = (
         StudyAttention(model),
@@ -192,18 +126,13 @@ def run(
     )
     new: list[str] = []
     kept: list[str] = []
-    for done, (episode, reading) in enumerate(work):
+    for done, reading in enumerate(work):
         file = folder / f"{file_name(reading.name, every)}.safetensors"
         told(done, len(work), reading.name)
         if holds(file, reading, label(model), window, every, heads):
             kept.append(file.stem)
             continue
-        if episode is not None and not every:
-            trace = dataclasses.replace(
-                record_episode(model, attention, episode, window)[1], model=label(model)
-            )
-        else:
-            trace = read(model, attention, reading, window, every)
+        _, trace = record(model, attention, reading, window, every)
         trace.save(file)
         new.append(file.stem)
     told(len(work), len(work), "done")

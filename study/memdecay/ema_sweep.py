@@ -247,19 +247,19 @@ def render(report: Report) -> Group:
         title=f"Attention of {when} on the hot set, beyond the sinks, mean over h = "
         f"{', '.join(f'{share:.0%}' for share in report.shares)} ({report.model}, {len(report.traces)} traces of "
         f"{min(report.tokens):,} to {max(report.tokens):,} tokens)",
-        box=box.SIMPLE_HEAD, title_justify="left",
+        box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0),
     )  # fmt: skip
     grid.add_column("alpha \\ beta", justify="right")
     for beta in report.betas:
-        grid.add_column(f"{beta:g}", justify="right")
+        grid.add_column(f"{beta:g}", justify="right", no_wrap=True)
     for alpha, row in zip(report.alphas, report.ema, strict=True):
         grid.add_row(f"{alpha:g}", *(f"{sum(cell) / len(cell):.4f}" for cell in row))
-    ways = Table(box=box.SIMPLE_HEAD)
-    ways.add_column("hot by")
+    ways = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    ways.add_column("hot by (right: with sinks)", no_wrap=True)
     for share in report.shares:
         ways.add_column(f"h {share:.0%}", justify="right")
     for share in report.shares:
-        ways.add_column(f"with sinks, h {share:.0%}", justify="right", style="dim")
+        ways.add_column(f"h {share:.0%}", justify="right", style="dim")
     for what, pair in (("best", report.best), ("default", report.default)):
         rates = (*pair.beyond, *pair.all)
         ways.add_row(f"ema, {what}: {pair.alpha:g}, {pair.beta:g}", *(f"{rate:.3f}" for rate in rates))

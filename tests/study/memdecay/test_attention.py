@@ -10,7 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from tierkv.regions import Region
 from tierkv.study.memdecay.ask import Question, ask
 from tierkv.study.memdecay.attention import SharedContext, StudyAttention
-from tierkv.study.memdecay.record import Context, record
+from tierkv.study.memdecay.record import Context, Reading, record
 from tierkv.study.memdecay.scenarios import Fact
 from tierkv.study.memdecay.traces import Trace
 from tierkv.study.probe import ANSWER_TOKENS, cache_argument
@@ -42,7 +42,9 @@ def model() -> LlamaForCausalLM:
 @pytest.fixture(scope="module")
 def recorded(model: LlamaForCausalLM) -> tuple[Context, Trace]:
     regions = [Region.SYSTEM] * 20 + [Region.USER] * 40
-    return record(model, StudyAttention(model), "tiny", TOKENS, regions, [0, 20], [25, 60], window=10)
+    return record(
+        model, StudyAttention(model), Reading("tiny", TOKENS, regions, [0, 20], [25, 60]), window=10
+    )
 
 
 def test_a_trace_holds_eager_attention_averaged_over_layers_and_heads(
@@ -62,7 +64,7 @@ def test_by_head_a_trace_holds_every_head_of_every_layer(
     model: LlamaForCausalLM, recorded: tuple[Context, Trace]
 ) -> None:
     attention = StudyAttention(model)
-    _, by_head = record(model, attention, "t", TOKENS, [2] * 60, [0], [25, 60], window=10, by_head=True)
+    _, by_head = record(model, attention, Reading("t", TOKENS, [2] * 60, [0], [25, 60]), 10, every=1)
     assert by_head.mass.shape[0] == 3 * 6
     for (_, heads), (_, mean) in zip(by_head.rows(), recorded[1].rows(), strict=True):
         assert heads.mean(0) == pytest.approx(mean, abs=3e-4)

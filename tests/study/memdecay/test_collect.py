@@ -13,13 +13,14 @@ from tests.tierkv.chat_tokenizer import CHATML, SIZE, tokenizer
 from tierkv.errors import ConfigError
 from tierkv.regions import Region
 from tierkv.study.memdecay import collect
+from tierkv.study.memdecay import record as recording
 from tierkv.study.memdecay.attention import StudyAttention
-from tierkv.study.memdecay.record import record
+from tierkv.study.memdecay.record import Reading, label, record
 from tierkv.study.memdecay.traces import load_trace
 from tierkv.study.traces import Trace as Chat
 
 TOKENS = np.random.default_rng(4).integers(5, 90, 60).tolist()
-READING = collect.Reading("tiny", TOKENS, [0] * 20 + [2] * 40, [0, 20], [25, 60])
+READING = Reading("tiny", TOKENS, [0] * 20 + [2] * 40, [0, 20], [25, 60])
 CHAT = Chat(
     "task 3, trial 1",
     [
@@ -44,17 +45,17 @@ def test_reading_in_chunks_records_what_one_piece_does(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention = StudyAttention(model)
-    _, whole = record(model, attention, *READING, window=10)
-    monkeypatch.setattr(collect, "CHUNK_TOKENS", 7)  # less than a window, and no divisor of a stage
-    chunked = collect.read(model, attention, READING, 10)
+    _, whole = record(model, attention, READING, 10)
+    monkeypatch.setattr(recording, "CHUNK_TOKENS", 7)  # less than a window, and no divisor of a stage
+    _, chunked = record(model, attention, READING, 10)
     assert chunked.queries.tolist() == whole.queries.tolist()
     assert chunked.mass.astype(float) == pytest.approx(whole.mass.astype(float), abs=2e-4)
 
 
 def test_every_nth_head_is_that_head_of_all(model: LlamaForCausalLM) -> None:
     attention = StudyAttention(model)
-    _, heads = record(model, attention, *READING, window=10, by_head=True)
-    some = collect.read(model, attention, READING, 10, every=5)
+    _, heads = record(model, attention, READING, 10, every=1)
+    _, some = record(model, attention, READING, 10, every=5)
     assert some.mass.shape[0] == 4  # heads 0, 5, 10 and 15 of 18
     assert some.mass.astype(float) == pytest.approx(heads.mass[::5].astype(float), abs=1e-3)
 
@@ -116,8 +117,8 @@ def test_a_split_that_is_none_is_refused(model: LlamaForCausalLM, tmp_path: Path
 def test_a_model_of_another_dtype_has_another_label(model: LlamaForCausalLM) -> None:
     import copy
 
-    plain = collect.label(model)
-    assert collect.label(copy.deepcopy(model).to(torch.bfloat16)) == f"{plain} bfloat16"
+    plain = label(model)
+    assert label(copy.deepcopy(model).to(torch.bfloat16)) == f"{plain} bfloat16"
 
 
 @pytest.mark.model

