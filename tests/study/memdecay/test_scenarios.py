@@ -54,12 +54,26 @@ def values(scenario: Scenario) -> list[str]:
     return [value for fact in scenario.facts.values() for value in fact.values]
 
 
+def holding(scenario: Scenario) -> list[bool]:
+    """Of each block: whether a fact stands in it."""
+    return [any(f"{{{name}}}" in block.text for name in scenario.facts) for block in scenario.block]
+
+
+def quoted(scenario: Scenario) -> list[int]:
+    """The earlier blocks that the closing thoughts quote."""
+    *earlier, closing = scenario.block
+    thoughts = f"{closing.text} {closing.more}".split()
+    spans = [" ".join(thoughts[at : at + QUOTED_WORDS]) for at in range(len(thoughts) - QUOTED_WORDS + 1)]
+    texts = [" ".join(f"{block.text} {block.more}".split()) for block in earlier]
+    return [i for i, text in enumerate(texts) if any(span in text for span in spans)]
+
+
 def test_four_scenarios_are_to_tune_on_and_eight_only_to_report_on():
-    assert Counter(scenario.split for scenario in SCENARIOS) == {"dev": 4, "report": 8}
+    assert Counter(scenario.split for scenario in SCENARIOS) == {"dev": 10, "report": 8}
     assert {s.name for s in load_scenarios("dev")} | {s.name for s in load_scenarios("report")} == {
         s.name for s in SCENARIOS
     }
-    assert len({s.name for s in SCENARIOS}) == len({s.title for s in SCENARIOS}) == 12
+    assert len({s.name for s in SCENARIOS}) == len({s.title for s in SCENARIOS}) == 18
 
 
 @each_scenario
@@ -72,7 +86,7 @@ def test_a_scenario_asks_for_one_fact_in_each_probed_region(scenario):
 def test_every_fact_has_three_values_and_no_two_facts_share_one(scenario):
     assert {len(fact.values) for fact in scenario.facts.values()} == {VARIANTS}
     assert len(set(values(scenario))) == VARIANTS * len(PROBED)
-    assert all(re.fullmatch(r"\d{2,4}|[A-Z][a-z]+", value) for value in values(scenario))
+    assert all(re.fullmatch(r"\d{2,4}|[A-Z]?[a-z]+", value) for value in values(scenario))
 
 
 @each_scenario
@@ -100,32 +114,62 @@ def test_each_variant_orders_the_movable_parts_differently(scenario, tier):
 
 
 @each_scenario
-def test_a_plan_rests_on_parts_that_hold_a_fact_in_both_tiers(scenario):
+def test_a_plan_rests_on_movable_parts(scenario):
     (plan,) = [block for block in scenario.block if block.region == "plan"]
-    holding = {
-        block.part
-        for block in scenario.block
-        if block.part != OPENING and any(f"{{{name}}}" in block.text for name in scenario.facts)
-    }
-    assert set(plan.evidence) == holding
+    assert plan.evidence
+    assert set(plan.evidence) <= {block.part for block in scenario.block} - {OPENING, CLOSING}
+
+
+def test_what_plans_rest_on_holds_every_fact_or_some_or_none():
+    """So that keeping what a plan rests on is not the same as keeping the facts."""
+    kinds = set()
+    for scenario in load_scenarios("dev"):
+        facts = {
+            block.part
+            for block, holds in zip(scenario.block, holding(scenario), strict=True)
+            if holds and block.part != OPENING
+        }
+        (plan,) = [block for block in scenario.block if block.region == "plan"]
+        kinds.add(
+            "every" if facts <= set(plan.evidence) else "some" if facts & set(plan.evidence) else "none"
+        )
+    assert kinds == {"every", "some", "none"}
 
 
 @each_scenario
-def test_every_tool_result_names_its_call_and_one_call_is_answered_twice(scenario):
+def test_every_tool_result_names_its_call_and_one_call_at_most_is_answered_twice(scenario):
     asked = [block.text for block in scenario.block if block.region == "tool_in"]
     answered = [block.call for block in scenario.block if block.region == "tool_out"]
     assert all(f'"tool": "{call}"' in text for call, text in zip(answered, asked, strict=True))
-    assert sorted(Counter(answered).values()) == [1, 2]
+    *once, most = sorted(Counter(answered).values())
+    assert set(once) == {1}
+    assert most in (1, 2)
+
+
+def test_a_call_answered_twice_gives_the_fact_or_does_not_and_some_agents_make_none():
+    kinds = set()
+    for scenario in load_scenarios("dev"):
+        answers = Counter(block.call for block in scenario.block if block.call)
+        (fact,) = [
+            block.call
+            for block, holds in zip(scenario.block, holding(scenario), strict=True)
+            if holds and block.call
+        ]
+        kinds.add("none" if max(answers.values()) == 1 else "fact" if answers[fact] == 2 else "no fact")
+    assert kinds == {"none", "fact", "no fact"}
 
 
 @each_scenario
-def test_the_closing_thoughts_quote_a_block_that_holds_a_fact(scenario):
-    *earlier, closing = scenario.block
+def test_the_closing_thoughts_quote_an_earlier_block(scenario):
+    closing = scenario.block[-1]
     assert (closing.part, closing.region) == (CLOSING, "scratchpad")
-    holding = [" ".join(b.text.split()) for b in earlier if any(f"{{{f}}}" in b.text for f in scenario.facts)]
-    thoughts = f"{closing.text} {closing.more}".split()
-    spans = (" ".join(thoughts[at : at + QUOTED_WORDS]) for at in range(len(thoughts) - QUOTED_WORDS + 1))
-    assert any(span in text for span in spans for text in holding)
+    assert quoted(scenario)
+
+
+def test_some_closing_thoughts_quote_a_block_without_a_fact():
+    """So that keeping what is looked at again is not the same as keeping the facts."""
+    kinds = {holding(scenario)[at] for scenario in load_scenarios("dev") for at in quoted(scenario)}
+    assert kinds == {True, False}
 
 
 @pytest.mark.model
@@ -177,6 +221,20 @@ def test_a_prompts_tokens_begin_those_of_prompt_and_answer(scenario, tokenizer):
         for fact in episode.facts:
             alone = tokenizer(fact.prompt).input_ids
             assert tokenizer(f"{fact.prompt} {fact.gold}").input_ids[: len(alone)] == alone
+
+
+def test_of_two_answers_to_a_call_either_may_give_the_fact():
+    """So that neither the age of an answer nor its being superseded tells of a fact."""
+    answers = [
+        (s.name, b.call, any(f"{{{name}}}" in b.text for name in s.facts))
+        for s in load_scenarios("dev")
+        for b in s.block
+        if b.call
+    ]
+    given: dict[tuple[str, str], list[bool]] = {}
+    for scenario, call, fact in answers:
+        given.setdefault((scenario, call), []).append(fact)
+    assert {(True, False), (False, True), (False, False)} == {tuple(g) for g in given.values() if len(g) == 2}
 
 
 @pytest.mark.model
