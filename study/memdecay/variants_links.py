@@ -1,0 +1,194 @@
+"""Ideas beyond the paper that need to know more than attention: which blocks belong together, replace, or quote others.
+
+Each is lift (`daemon.policy.lift`) for one episode, whose links it holds; an orchestrator or the token ids would tell
+the daemon the same. The constants were chosen on scenarios to develop on.
+
+The study's scenarios favour shared fate by construction: the parts that a plan names as its evidence hold facts that
+are asked for, so whoever is told the links is told where to look. `other_evidence` is the same policy told wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.daemon.policy import TokenState
+from tierkv.daemon.policy.lift import MemDecayLift
+from tierkv.daemon.policy.tokens import Floats
+from tierkv.regions import Region
+from tierkv.study.memdecay.scenarios import CLOSING, OPENING, Block
+
+COPY_TOKENS = 8
+"""A shorter match is chance, or a heading."""
+
+
+class Span(NamedTuple):
+    """Tokens `[start, stop)`."""
+
+    start: int
+    stop: int
+
+
+class Evidence(NamedTuple):
+    plan: Span
+    of: tuple[Span, ...]
+
+
+class Superseded(NamedTuple):
+    """`old` is worth nothing once `since` tokens are there."""
+
+    old: Span
+    since: int
+
+
+class Copy(NamedTuple):
+    """`source` stands again up to token `stop`."""
+
+    source: Span
+    stop: int
+
+
+def evidence_of(blocks: Sequence[Block]) -> tuple[Evidence, ...]:
+    """Each plan that names evidence, and the blocks of the parts it names."""
+    return tuple(
+        Evidence(
+            Span(plan.start, plan.stop),
+            tuple(Span(b.start, b.stop) for b in blocks if b.part in plan.evidence),
+        )
+        for plan in blocks
+        if plan.evidence
+    )
+
+
+def other_evidence(blocks: Sequence[Block]) -> tuple[Evidence, ...]:
+    """The same plans, with as many other parts: the first movable ones that are not named."""
+    parts = [p for p in dict.fromkeys(b.part for b in blocks) if p not in (OPENING, CLOSING)]
+    wrong = []
+    for plan in blocks:
+        named = set([p for p in parts if p not in plan.evidence][: len(plan.evidence)])
+        spans = tuple(Span(b.start, b.stop) for b in blocks if b.part in named)
+        if spans:
+            wrong.append(Evidence(Span(plan.start, plan.stop), spans))
+    return tuple(wrong)
+
+
+def superseded_of(blocks: Sequence[Block]) -> tuple[Superseded, ...]:
+    """Tool results of which a later result of the same call comes, and where that one ends."""
+    found = []
+    for i, old in enumerate(blocks):
+        newer = next((b for b in blocks[i + 1 :] if old.call and b.call == old.call), None)
+        if newer is not None:
+            found.append(Superseded(Span(old.start, old.stop), newer.stop))
+    return tuple(found)
+
+
+def copies_of(tokens: Sequence[int], starts: Sequence[int], least: int = COPY_TOKENS) -> tuple[Copy, ...]:
+    """Spans of `least` or more tokens that stand in an earlier block as well, as long as they match, first to last.
+
+    `starts`: first token of each block. A source is the last one before; it ends where its block ends.
+    """
+    ids = list(tokens)
+    ends = [*starts[1:], len(ids)]
+    seen: dict[tuple[int, ...], int] = {}
+    found = []
+    for start, end in zip(starts, ends, strict=True):
+        at = start
+        while at + least <= end:
+            source = seen.get(tuple(ids[at : at + least]))
+            if source is None:
+                at += 1
+                continue
+            limit = min(e for e in ends if e > source)
+            length = least
+            while at + length < end and source + length < limit and ids[at + length] == ids[source + length]:
+                length += 1
+            found.append(Copy(Span(source, source + length), at + length))
+            at += length
+        for first in range(start, end - least + 1):
+            seen[tuple(ids[first : first + least])] = first
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFate(MemDecayLift):
+    """A plan and its evidence share fate:  s >= share max(s of the plan's tokens), for every token of the evidence."""
+
+    name: ClassVar[str] = "shared-fate"
+    links: tuple[Evidence, ...] = ()
+    share: float = 0.75
+
+    def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        scores = super().scores(tokens, step, span)
+        for plan, evidence in self.links:
+            there = slice(plan.start, min(plan.stop, len(tokens)))
+            if there.start >= there.stop:
+                continue
+            least = np.float32(self.share) * super().scores(tokens, step, there).max()
+            for start, stop in evidence:
+                part = scores[max(start - span.start, 0) : max(stop - span.start, 0)]
+                np.maximum(part, least, out=part)
+        return scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supersede(MemDecayLift):
+    """A tool result of which a newer result of the same call is there has score 0; the rest as in lift."""
+
+    name: ClassVar[str] = "supersede"
+    links: tuple[Superseded, ...] = ()
+
+    def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        scores = super().scores(tokens, step, span)
+        for (start, stop), since in self.links:
+            if len(tokens) >= since:
+                scores[max(start - span.start, 0) : max(stop - span.start, 0)] = 0.0
+        return scores
+
+
+class CopyState(TokenState):
+    """Refreshes the source of each copy when the copy is there."""
+
+    def __init__(self, policy: CopyRefresh) -> None:
+        super().__init__(policy)
+        self._refresh = policy
+
+    def append(self, regions: NDArray[np.int8], step: float) -> None:
+        before = len(self)
+        super().append(regions, step)
+        policy = self._refresh
+        for (start, stop), end in policy.links:
+            if before < end <= len(self):
+                around = slice(max(0, start - policy.around), stop + policy.around)
+                usage, t_ref = self.columns[:, around]
+                t_ref[:] = np.maximum(t_ref, np.float32(step))
+                np.maximum(usage, np.float32(policy.raised), out=usage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRefresh(MemDecayLift):
+    """Who quotes a span has used it:  t_ref <- t,  u <- max(u, raised)  of the span and `around` tokens beside it.
+
+    Detected by token ids, see `copies_of`; tool calls are left out, because they repeat their form.
+    """
+
+    name: ClassVar[str] = "copy-refresh"
+    links: tuple[Copy, ...] = ()
+    raised: float = 0.5
+    around: int = 8
+
+    def new_state(self) -> CopyState:
+        return CopyState(self)
+
+
+def quotes_of(tokens: Sequence[int], blocks: Sequence[Block]) -> tuple[Copy, ...]:
+    """`copies_of`, without copies of what stands in a tool call."""
+    calls = [b for b in blocks if b.region == Region.TOOL_IN]
+    return tuple(
+        copy
+        for copy in copies_of(tokens, [b.start for b in blocks])
+        if not any(b.start <= copy.source.start < b.stop for b in calls)
+    )
