@@ -46,13 +46,13 @@ def require() -> None:
 
 
 def stamped(report: msgspec.Struct) -> dict[str, object]:
-    """The report with the command, model and date that made it."""
+    """The report with the command and date that made it, and the model where the report does not name its own."""
     from tierkv.study.model import MODEL_ID  # torch: seconds
 
     command = " ".join(["tierkv", *sys.argv[1:]])
-    made = {"command": command, "model": MODEL_ID, "date": datetime.date.today().isoformat()}
+    made = {"command": command, "date": datetime.date.today().isoformat(), "model": MODEL_ID}
     figures: dict[str, object] = msgspec.to_builtins(report)
-    return figures | made
+    return made | figures
 
 
 def write(file: Path, value: object) -> None:

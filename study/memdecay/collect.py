@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tierkv.chat_messages import read_messages
 from tierkv.chat_render import Renderer
 from tierkv.errors import ConfigError
 from tierkv.study.memdecay.attention import StudyAttention
 from tierkv.study.memdecay.record import WINDOW, Reading, label, of_episode, record
-from tierkv.study.memdecay.scenarios import Episode, Tier, episodes, load_scenarios
+from tierkv.study.memdecay.scenarios import TIERS, VARIANTS, Episode, Tier, episodes, load_scenarios
 from tierkv.study.memdecay.traces import Trace, load_trace
 from tierkv.study.traces import Trace as Chat
 
@@ -27,6 +27,8 @@ CHAT_TOKENS = 8192
 
 CHAT_WINDOW = 16
 """Queries that are recorded at the end of each message: 48 of a chat by head would be a quarter of a gigabyte."""
+
+Split = Literal["all", "dev", "report"]
 
 Told = Callable[[int, int, str], None]
 """Hears, before each piece of work and after the last: how many are done, how many there are, and what comes."""
@@ -92,7 +94,7 @@ def run(
     folder: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    split: str = "all",
+    split: Split = "all",
     tiers: Sequence[Tier] = ("short", "long"),
     variants: Sequence[int] = (0, 1, 2),
     chats: Sequence[Chat] = (),
@@ -104,7 +106,6 @@ def run(
     """Record episodes, or with `chats` these instead.
 
     Args:
-        split: `dev`, `report` or `all`.
         tokens: a chat is cut there, and in any case at the model's longest context.
         every: 0 averages over layers and heads; n keeps each n-th (layer, head) by itself, in files `*.by-n`.
         window: queries of each stage; by default 48 of an episode's, 16 of a chat's.
@@ -112,8 +113,6 @@ def run(
     Raises:
         ConfigError: a chat cannot be rendered.
     """
-    if split not in ("dev", "report", "all"):
-        raise ConfigError(f"split {split!r} does not exist; use dev, report or all")
     limit = min(tokens, model.config.max_position_embeddings)
     if chats:
         work = [of_chat(chat, tokenizer, limit) for chat in chats]
@@ -146,9 +145,9 @@ def file_name(name: str, every: int = 0) -> str:
 
 
 def _episodes(
-    split: str, tiers: Iterable[Tier], variants: Sequence[int], tokenizer: PreTrainedTokenizerBase
+    split: Split, tiers: Iterable[Tier], variants: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Episode]:
-    scenarios = load_scenarios() if split == "all" else load_scenarios("dev" if split == "dev" else "report")
+    scenarios = load_scenarios(None if split == "all" else split)
     for tier in tiers:
         yield from (e for e in episodes(scenarios, tier, tokenizer) if e.variant in variants)
 
@@ -168,3 +167,23 @@ def load_folder(folder: Path, by_head: bool = False) -> Iterator[Trace]:
             f"{folder} holds no attention trace {kind}yet; run: tierkv study record --out {folder}"
         )
     yield from map(load_trace, files)
+
+
+def load_pairs(
+    folder: Path, split: Split, tokenizer: PreTrainedTokenizerBase, every: int = 0
+) -> Iterator[tuple[Episode, Trace]]:
+    """The split's episodes that the folder has a trace of, of that `every` (see `run`), with it.
+
+    Raises:
+        ConfigError: there is none, or a trace cannot be read.
+    """
+    found = False
+    for episode in _episodes(split, TIERS, range(VARIANTS), tokenizer):
+        file = folder / f"{file_name(episode.name, every)}.safetensors"
+        if file.exists():
+            found = True
+            yield episode, load_trace(file)
+    if not found:
+        raise ConfigError(
+            f"{folder} holds no attention trace of the {split} scenarios; run: tierkv study record --out {folder}"
+        )

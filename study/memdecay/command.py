@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tierkv.study.memdecay.ablation_commands import ablate, labels, overhead, variants
 from tierkv.study.memdecay.calibration_commands import ema, lifetimes, record
 from tierkv.study.memdecay.cli import Json, Out, Split, progress, require, show, stamped, write
 from tierkv.terminal import plain_errors
@@ -52,5 +53,5 @@ def _brief(cell: Any) -> dict[str, object]:
     return {name: getattr(cell, name) for name in names}
 
 
-for command in (record, lifetimes, ema):
+for command in (record, lifetimes, ema, ablate, variants, labels, overhead):
     app.command()(command)

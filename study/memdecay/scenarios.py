@@ -1,4 +1,4 @@
-"""Twelve scenarios of agents, each in three value variants and two lengths: the study's episodes.
+"""Twenty-four scenarios of agents, each in three value variants and two lengths: the study's episodes.
 
 A scenario is a list of blocks, each of one region, grouped into parts. The opening (system, plan, user) comes first
 and the closing scratchpad last; the parts between them (tool exchanges, documents, follow-up turns) are movable and
@@ -6,7 +6,7 @@ each variant orders them differently. Four facts are planted, in a system, user,
 variant gives each its own value. The short tier uses each block's `text`; the long tier adds `more` to it, and the
 parts marked `long`. Every block is tokenized on its own, so a region's border is a token's border.
 
-Four scenarios (`split = "dev"`) are there to develop and tune on; eight (`"report"`) only to report on.
+Sixteen scenarios (`split = "dev"`) are there to develop and tune on; eight (`"report"`) only to report on.
 """
 
 from __future__ import annotations

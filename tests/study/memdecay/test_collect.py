@@ -16,10 +16,11 @@ from tierkv.study.memdecay import collect
 from tierkv.study.memdecay import record as recording
 from tierkv.study.memdecay.attention import StudyAttention
 from tierkv.study.memdecay.record import Reading, label, record
-from tierkv.study.memdecay.traces import load_trace
+from tierkv.study.memdecay.traces import Trace, load_trace
 from tierkv.study.traces import Trace as Chat
 
 TOKENS = np.random.default_rng(4).integers(5, 90, 60).tolist()
+SPLITS: tuple[collect.Split, ...] = ("all", "dev", "report")
 READING = Reading("tiny", TOKENS, [0] * 20 + [2] * 40, [0, 20], [25, 60])
 CHAT = Chat(
     "task 3, trial 1",
@@ -109,9 +110,25 @@ def test_an_empty_folder_says_how_to_fill_it(tmp_path: Path) -> None:
         list(collect.load_folder(tmp_path))
 
 
-def test_a_split_that_is_none_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="split 'test'"):
-        collect.run(tmp_path, model, tokenizer(CHATML), "test")
+def test_an_episode_is_paired_with_its_trace(tmp_path: Path) -> None:
+    from tierkv.study.model import load_tokenizer
+
+    words = load_tokenizer()
+    with pytest.raises(ConfigError, match="no attention trace of the report scenarios"):
+        list(collect.load_pairs(tmp_path, "report", words))
+    for name in ("harbour-1-long", "orchard-0-short"):
+        regions = np.zeros(3, np.int8)
+        tokens, none = np.arange(3, dtype=np.int32), np.zeros(0, np.int32)
+        Trace(name, "tiny", tokens, regions, none, none, none, np.zeros(0, np.float16)).save(
+            tmp_path / f"{name}.safetensors"
+        )
+    names = {
+        split: [(e.name, t.name) for e, t in collect.load_pairs(tmp_path, split, words)] for split in SPLITS
+    }
+    assert names == {
+        "report": [("harbour-1-long",) * 2], "dev": [("orchard-0-short",) * 2],
+        "all": [("orchard-0-short",) * 2, ("harbour-1-long",) * 2],
+    }  # fmt: skip
 
 
 def test_a_model_of_another_dtype_has_another_label(model: LlamaForCausalLM) -> None:
@@ -126,7 +143,7 @@ def test_an_episode_of_the_study_is_recorded(tmp_path: Path) -> None:
     from tierkv.study.model import load_smollm2
 
     recorded = collect.run(tmp_path, *load_smollm2(), "dev", ("short",), (0,))
-    assert len(recorded.new) == 4
+    assert len(recorded.new) == 16
     for trace in collect.load_folder(tmp_path):
         for query, mass in trace.rows():
             assert mass.sum() == pytest.approx(1, abs=0.02) and len(mass) == query + 1
