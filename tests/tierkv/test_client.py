@@ -396,7 +396,7 @@ def test_a_failed_commit_ends_the_session(world: World) -> None:
     client = world.client()
     session = client.open(SMALL, "m")
     session.begin(10)
-    session._spans.clear()  # a worker's bug: it commits other tokens than it wrote
+    session._labels.commit()  # a worker's bug: it commits other tokens than it wrote
     session.commit()
     session.end()
     until(lambda: session._unanswered == 0)
