@@ -7,9 +7,10 @@ by a label do not wait: the next tokens get their own.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from tierkv.regions import Region, Run
+from tierkv.regions import Region, Run, default_region
 
 
 class Span(NamedTuple):
@@ -34,16 +35,24 @@ class Labels:
         """Forget labels that no token has taken yet."""
         self._waiting.clear()
 
-    def preview(self, tokens: int) -> list[Span]:
-        """Spans of the next `tokens` tokens; nothing is used up."""
+    def preview(self, tokens: int, regions: Sequence[Run] = ()) -> list[Span]:
+        """Spans of the next `tokens` tokens; nothing is used up. `regions` are those of tokens that no label names."""
         spans, left = [], tokens
         for run in self._waiting:
             take = min(left, run.tokens)
             if take:
                 spans.append(Span(run.region, take, True))
                 left -= take
+        named = tokens - left
+        for run in regions:
+            hidden = min(named, run.tokens)
+            named -= hidden
+            take = min(left, run.tokens - hidden)
+            if take:
+                spans.append(Span(run.region, take, False))
+                left -= take
         if left:
-            spans.append(Span(Region.USER if tokens > 1 else Region.SCRATCHPAD, left, False))
+            spans.append(Span(default_region(tokens), left, False))
         return spans
 
     def take(self, spans: list[Span]) -> None:
