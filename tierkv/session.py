@@ -279,8 +279,8 @@ class Session:
         with self._changed:
             self._labels.clear()
 
-    def reserve(self, tokens: int) -> None:
-        """Take the pages of a coming `begin(tokens)`, waiting for room; the session stays between steps meanwhile.
+    def reserve(self, tokens: int, regions: Sequence[Run] = ()) -> None:
+        """Take the pages of a coming `begin` of the same, waiting for room; the session stays between steps meanwhile.
 
         Rows of one batch reserve before any of them begins: a row in a step acknowledges nothing, so memory that it
         could still read would never become room for the next row. Raises what `begin` does.
@@ -288,10 +288,13 @@ class Session:
         self._daemon.check_process()  # before the lock: a forked child may have inherited it locked
         deadline = time.monotonic() + self._daemon.timeout
         with self._changed:
-            self._ready(tokens, deadline)
+            self._ready(tokens, deadline, regions)
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, tokens: int, regions: Sequence[Run] = ()) -> None:
         """A step of `tokens` new tentative tokens: adopt plans, and take (or wait for) reserved pages.
+
+        Args:
+            regions: of the new tokens from the first one on, where no label names them.
 
         Raises:
             PagesLost: ranges that must be prefilled again, until `crop` removes them.
@@ -303,7 +306,7 @@ class Session:
         self._daemon.check_process()  # before the lock: a forked child may have inherited it locked
         deadline = time.monotonic() + self._daemon.timeout
         with self._changed:
-            spans, runs = self._ready(tokens, deadline)
+            spans, runs = self._ready(tokens, deadline, regions)
             self._in_step = True
             self._lay_out(spans, runs)
 
@@ -578,14 +581,14 @@ class Session:
                 self._table.append(PageEntry(blank.page, place.region, 0, Kind.EXACT, blank.offset))
             self._table.grow_last(place.tokens)
 
-    def _ready(self, tokens: int, deadline: float) -> tuple[list[Span], list[Run]]:
+    def _ready(self, tokens: int, deadline: float, regions: Sequence[Run]) -> tuple[list[Span], list[Run]]:
         """Adopt plans and wait until the pages of `tokens` new tokens are reserved; how they will be laid out."""
         self._refusal = None
         while True:
             self._check()
             self._raise_earlier()
             self._adopt()
-            spans = self._labels.preview(tokens)
+            spans = self._labels.preview(tokens, regions)
             runs = [Run(span.region, span.tokens) for span in spans]
             missing = pages_needed(*self._tail(), runs, *self._rule()) - len(self._blanks)
             if missing <= 0 and self._unanswered < MAX_UNANSWERED:

@@ -22,9 +22,11 @@ from transformers.cache_utils import Cache
 import tierkv.attention
 from tierkv.attention.contract import PagedAttention
 from tierkv.errors import GeometryMismatch
+from tierkv.markers import UNKNOWN, Markers
 from tierkv.paged_step import DecodeStep, Looks, NewTokens, PagedSession, PrefillStep, Step
 from tierkv.protocol import Audit
 from tierkv.recall import Estimates, RecallMode, RecallOptions
+from tierkv.regions import Run
 from tierkv.tiered_layer import TieredLayer
 
 CHUNK_TOKENS = 256
@@ -59,6 +61,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         attention: an implementation of `tierkv.attention`, or its name.
         chunk_tokens: new tokens a forward takes at most; default 256, less when HBM pool or budget are small.
         recall: how pages that left HBM are attended all the same (`tierkv.recall`): a mode, or all its options.
+        markers: by which tokens that no label names are given regions (`tierkv.markers`).
 
     Raises:
         GeometryMismatch: the sessions' pages differ in shape.
@@ -74,6 +77,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         attention: PagedAttention | str = "cpu",
         chunk_tokens: int | None = None,
         recall: RecallMode | RecallOptions = "direct",
+        markers: Markers | None = None,
     ) -> None:
         self.sessions: list[PagedSession] = list(sessions) if isinstance(sessions, Sequence) else [sessions]
         if not self.sessions:
@@ -96,6 +100,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.attention = tierkv.attention.get(attention) if isinstance(attention, str) else attention
         self.padded_length = max(session.length for session in self.sessions)
         self._pads = [list(range(self.padded_length - session.length)) for session in self.sessions]
+        self._readers = [markers.reader(session.length) for session in self.sessions] if markers else []
         self._chunk_tokens = chunk_tokens
         self.recall = recall if isinstance(recall, RecallOptions) else RecallOptions(recall)
         self.audits: list[Audit] = []
@@ -147,6 +152,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             if session.horizon > length:
                 session.crop(length)
         self._pads, self.padded_length = kept, padded_length  # only now: a crop that fails can be tried again
+        self._cut_readers()
         self._settle()
 
     def reset(self) -> None:
@@ -176,7 +182,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         """Close every session of the cache, forks included."""
         for session in self.sessions:
             session.close()
-        self.sessions, self._pads = [], []
+        self.sessions, self._pads, self._readers = [], [], []
 
     # What the forward wrapper calls ---------------------------------------------------------------------------
 
@@ -295,29 +301,34 @@ class TieredCache(Cache):  # type: ignore[misc]
             self.batch_repeat_interleave(batch // rows_before)
         self._undo = [(layer, dict(vars(layer))) for layer in self._own_layers()]
         self._columns, self._rows = columns, []
+        ids = None if input_ids is None else input_ids.numpy(force=True).astype(np.int32, copy=False)
         try:
-            rows = list(self._new_tokens(columns))
+            rows = list(self._new_tokens(columns, ids))
             if len(rows) > 1:
                 for new in rows:
-                    new.session.reserve(new.tokens)
+                    new.session.reserve(new.tokens, new.regions)
             for new in rows:
                 self._rows.append(new)
-                new.session.begin(new.tokens)
+                new.session.begin(new.tokens, new.regions)
             self._build_step(batch, scout)
         except BaseException:
             self.abandon_forward()
             if batch != rows_before:
                 self.batch_select_indices(torch.arange(0, batch, batch // rows_before))
             raise
-        self._ids = None if input_ids is None else input_ids.numpy(force=True).astype(np.int32, copy=False)
+        self._ids = ids
 
-    def _new_tokens(self, columns: int) -> Iterator[NewTokens]:
+    def _new_tokens(self, columns: int, ids: NDArray[np.int32] | None) -> Iterator[NewTokens]:
         for row, session in enumerate(self.sessions):
             whole = self._real is None or bool(self._real[row].all())
             picked = None if whole or self._real is None else np.flatnonzero(self._real[row])
             tokens = columns if picked is None else len(picked)
             if tokens:
-                yield NewTokens(session, row, tokens, picked)
+                regions: list[Run] = []
+                if self._readers:
+                    told = [UNKNOWN] * tokens if ids is None else _row_ids(ids, row, picked).tolist()
+                    regions = self._readers[row].label(told)
+                yield NewTokens(session, row, tokens, picked, regions)
 
     def end_forward(self) -> None:
         """The forward succeeded: commit (or hold) its tokens, send what it observed, open the step boundary."""
@@ -328,9 +339,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.audits += [audit for audit in audits if audit is not None]
         self._keep_estimates(step)
         for index, new in enumerate(rows):
-            ids = None
-            if self._ids is not None:
-                ids = self._ids[new.row] if new.columns is None else self._ids[new.row, new.columns]
+            ids = None if self._ids is None else _row_ids(self._ids, new.row, new.columns)
             mass = masses[index] if masses and self._observed[index] else None
             audit = audits[index] if audits else None
             self._held.append(_Finished(new.session, ids, mass, audit, int(decoded)))
@@ -353,6 +362,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             if new.session.length > new.session.horizon:
                 new.session.rollback(new.session.horizon)
             new.session.end()
+        self._cut_readers()
         for layer, state in self._undo:
             vars(layer).clear()
             vars(layer).update(state)
@@ -362,6 +372,10 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def _own_layers(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, TieredLayer)]
+
+    def _cut_readers(self) -> None:
+        for reader, session in zip(self._readers, self.sessions, strict=False):
+            reader.cut(session.length)
 
     def _build_step(self, batch: int, scout: bool) -> None:
         recall = self.recall
@@ -451,9 +465,16 @@ class TieredCache(Cache):  # type: ignore[misc]
             raise
         self.sessions = rows
         self._pads = [list(old_pads[source]) for source in order]
+        self._readers = [self._readers[source].fork() for source in order] if self._readers else []
         for row, session in enumerate(old):
             if row not in keeper:
                 session.close()
+
+
+def _row_ids(ids: NDArray[np.int32], row: int, columns: NDArray[np.int64] | None) -> NDArray[np.int32]:
+    """A row's token ids, only of the given columns."""
+    whole: NDArray[np.int32] = ids[row]
+    return whole if columns is None else whole[columns]
 
 
 __all__ = ["CHUNK_TOKENS", "TieredCache"]
