@@ -96,7 +96,7 @@ class _Probe:
         taken: set[Tokens] = set()
         found: dict[str, list[Tokens]] = {}
         for role, some in raw.items():
-            cut = {self._from_added(tokens[1:] if tokens[:1] == (bos,) else tokens) for tokens in some}
+            cut = {self._from_shown(tokens[1:] if tokens[:1] == (bos,) else tokens) for tokens in some}
             cut = {tokens for tokens in map(self._to_quote, cut) if self._tells(tokens)} - taken
             found[role] = [
                 o for o in sorted(cut) if not any(o != other and _within(other, o) for other in cut)
@@ -112,17 +112,14 @@ class _Probe:
         text, call = self._around((_USER, _ASSISTANT), 1), self._around((_USER, _CALL), 1)
         if text is None or call is None:
             return ()
-        own = call.before[_common(text.before, call.before) :]
-        while own and not self._text(own[0]).strip():
-            own = own[1:]
+        own = self._from_shown(call.before[_common(text.before, call.before) :])
         if not own:
             return ()
-        added = self._from_added(own)
         count = 0
-        while count < len(added) and added[count] in self._added:
+        while count < len(own) and own[count] in self._added:
             count += 1
         if count:
-            return added[:count]
+            return own[:count]
         if not _JSON & set(self._text(own[0])):
             plain = self._to_quote(own)
             return plain if self._tells(plain) else ()
@@ -167,9 +164,11 @@ class _Probe:
         """Blanks and brackets alone are no marker: texts have them too."""
         return any(token in self._added or any(map(str.isalpha, self._text(token))) for token in tokens)
 
-    def _from_added(self, tokens: Tokens) -> Tokens:
-        """From the first added token on, if there is one: what stands before it may be of the message before."""
-        return next((tokens[i:] for i, token in enumerate(tokens) if token in self._added), tokens)
+    def _from_shown(self, tokens: Tokens) -> Tokens:
+        """From the first added token on, or the first that is no blank: the text before may join those to its end."""
+        added = (tokens[i:] for i, token in enumerate(tokens) if token in self._added)
+        shown = (tokens[i:] for i, token in enumerate(tokens) if self._text(token).strip())
+        return next(added, None) or next(shown, ())
 
     def _to_quote(self, tokens: Tokens) -> Tokens:
         """Up to JSON, in which names and ids would follow."""

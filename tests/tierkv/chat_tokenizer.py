@@ -46,12 +46,18 @@ STRICT = (
 
 
 def tokenizer(
-    template: str | None = CHATML, special: tuple[str, ...] = SPECIAL, bos: str = "<s>"
+    template: str | None = CHATML,
+    special: tuple[str, ...] = SPECIAL,
+    bos: str = "<s>",
+    merges: tuple[tuple[str, str], ...] = (),
 ) -> PreTrainedTokenizerFast:
-    """One token a byte, and one for each of `special`, added tokens that a template may use as markers."""
+    """One token a byte, and one for each of `special`, added tokens that a template may use as markers.
+
+    `merges` are pairs of characters that are one token where they meet in a word or among blanks.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: index for index, text in enumerate([*special, *alphabet])}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary = {text: index for index, text in enumerate([*special, *alphabet, *map("".join, merges)])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True) for text in special])

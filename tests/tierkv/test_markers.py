@@ -121,6 +121,10 @@ FAMILIES = {
 }  # fmt: skip
 
 
+NEWLINE = "\u010a"
+"""How the tokenizer's vocabulary writes it."""
+
+
 def told(tokenizer: PreTrainedTokenizerFast, runs: list[Run], ids: list[int]) -> list[tuple[str, str]]:
     """(region, text) of each run."""
     assert sum(run.tokens for run in runs) == len(ids)
@@ -194,6 +198,14 @@ def test_markers_of_plain_text_are_found_too() -> None:
         ("user", "<s>[INST]To Oslo?"), ("scratchpad", "[/INST]At 9:40.</s>"), ("user", "[INST]And back?"),
         ("scratchpad", "[/INST]"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ["", ".", "\n"])
+def test_a_marker_is_found_where_the_text_before_takes_blanks_into_its_last_token(end: str) -> None:
+    tokenizer_ = tokenizer(None, merges=((NEWLINE, NEWLINE),))
+    parts = [("user", f"User:\nTo Oslo{end}\n\n"), ("scratchpad", "Assistant:\nAt 9:40.\n\n")]
+    ids = encoded(tokenizer_, "".join(text for _, text in parts))
+    assert told(tokenizer_, Markers.of(tokenizer_).label(ids), ids) == parts
 
 
 @pytest.mark.parametrize("template", [
