@@ -174,6 +174,33 @@ def test_a_call_after_text_begins_where_the_call_does() -> None:
     ]  # fmt: skip
 
 
+def test_thinking_that_a_template_opens_is_the_assistants_and_no_call() -> None:
+    """Such templates put an empty thought before an answer that is the last, and none before earlier ones."""
+    thought = "<think>\n\n</think>\n\n"
+    last = (
+        "{% if m.role == 'assistant' and loop.last %}{{ '\n"
+        + thought.replace("\n", "\\n")
+        + "' }}{% endif %}"
+    )
+    content = "{% if m.content %}{{ '\n' + m.content }}"
+    template = QWEN.replace(content, last + content).removesuffix("{% endif %}") + "<think>\n{% endif %}"
+    tokenizer_ = tokenizer(template, (*SPECIAL, "<think>", "</think>", "<tool_call>", "</tool_call>"))
+    markers = Markers.of(tokenizer_)
+    system = ("system", "<|im_start|>system\nBook flights.<|im_end|>\n")
+    asked = ("user", "<|im_start|>user\nTo Oslo?<|im_end|>\n")
+    call = '<tool_call>\n{"name": "find", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>\n'
+    for count, prompt, parts in (
+        (2, True, [system, asked, ("scratchpad", "<|im_start|>assistant\n<think>\n")]),
+        (3, False, [system, asked, ("scratchpad", f"<|im_start|>assistant\n{thought}\n"), ("tool_in", call)]),
+    ):
+        text = tokenizer_.apply_chat_template(
+            CONVERSATION[:count], tokenize=False, add_generation_prompt=prompt
+        )
+        assert text == "".join(part for _, part in parts)
+        ids = encoded(tokenizer_, text)
+        assert told(tokenizer_, markers.label(ids), ids) == parts
+
+
 def test_a_call_that_instructions_show_is_none() -> None:
     tokenizer = FAMILIES["qwen"].tokenizer
     ids = encoded(tokenizer, "<|im_start|>system\nCall so: <tool_call>{}</tool_call><|im_end|>\n")
