@@ -49,6 +49,8 @@ def run(document: Path, state_dir: Path, tmp_path: Path) -> str:
 def test_the_guide_runs_as_it_stands(state_dir: Path, tmp_path: Path) -> None:
     said = run(GUIDE, state_dir, tmp_path)
     assert said.startswith("The code 4711 opens the greenhouse door.\nThe door closes at noon.\n")
+    # Each message's tokens, counted by the tokenizer alone.
+    assert "\nsystem:11 tool_out:23 user:12 scratchpad:4\n" in said
 
 
 def test_the_protocol_page_runs_as_it_stands(state_dir: Path, tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from tierkv.errors import TierKVError
 from tierkv.geometry import DTypeName
 from tierkv.model import CACHE_NAMES, attach
 from tierkv.regions import Region, parse_region
-from tierkv.transformers_cache import TieredCache, TieredLayer
+from tierkv.tiered_layer import TieredLayer
+from tierkv.transformers_cache import TieredCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from tierkv import model_support
 from tierkv.errors import UnsupportedModel
 from tierkv.geometry import PAGE_TOKENS, DTypeName, Geometry
-from tierkv.transformers_cache import IMPLEMENTATION, TieredCache, _forwarding
+from tierkv.tiered_layer import IMPLEMENTATION, forwarding
+from tierkv.transformers_cache import TieredCache
 
 if TYPE_CHECKING:
     from tierkv.client import Client
@@ -148,14 +149,14 @@ class AttachedModel:
         if mask is not None and not isinstance(mask, torch.Tensor):
             raise ValueError("a TieredCache takes the 2-D attention_mask of padding, not prepared masks")
         cache.begin_forward(batch, columns, kwargs.get("input_ids"), mask, scout=attempt == "scout")
-        token = _forwarding.set(cache)
+        token = forwarding.set(cache)
         try:
             outputs = self._inner(**kwargs)
         except BaseException:
             cache.abandon_forward()
             raise
         finally:
-            _forwarding.reset(token)
+            forwarding.reset(token)
         if attempt == "scout" or (attempt == "replayable" and cache.misses_much()):
             cache.abandon_forward()
             return None

@@ -19,6 +19,7 @@ from tierkv.cold_look import NO_ESTIMATES, NOTHING, WHOLE, ColdLook, Looks, look
 from tierkv.geometry import Geometry
 from tierkv.protocol import Audit
 from tierkv.recall import Estimates
+from tierkv.regions import Run
 from tierkv.rows import ColdRows, PageRows
 from tierkv.table import Kind
 
@@ -68,8 +69,8 @@ class PagedSession(Protocol):
     def recall(
         self, pages: Sequence[int], masses: Sequence[float], seconds: float, wait: bool = True
     ) -> None: ...
-    def reserve(self, tokens: int) -> None: ...
-    def begin(self, tokens: int) -> None: ...
+    def reserve(self, tokens: int, regions: Sequence[Run] = ()) -> None: ...
+    def begin(self, tokens: int, regions: Sequence[Run] = ()) -> None: ...
     def slots(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]: ...
     def rows(self, stop: int) -> Rows: ...
     def commit(self, token_ids: NDArray[np.int32] | None = None, *, steps: int = 0) -> None: ...
@@ -88,6 +89,7 @@ class NewTokens(NamedTuple):
     row: int  # of the batch
     tokens: int  # new tokens, pads not counted
     columns: NDArray[np.int64] | None  # where they lie among the forward's columns; None: everywhere
+    regions: Sequence[Run] = ()  # of those that no label names
 
 
 class Step(Protocol):

@@ -29,6 +29,11 @@ class Run(NamedTuple):
     tokens: int
 
 
+def default_region(tokens: int) -> Region:
+    """Region of tokens that nobody labelled, in a step of so many: a prompt is the user's, a lone one generated."""
+    return Region.USER if tokens > 1 else Region.SCRATCHPAD
+
+
 REGION_NAMES: tuple[str, ...] = tuple(region.label for region in Region)
 
 

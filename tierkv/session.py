@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from tierkv.errors import (
     from_wire,
 )
 from tierkv.geometry import Geometry
+from tierkv.labels import Labels, Span
 from tierkv.line import Call
 from tierkv.pool import checksum, codec_state
 from tierkv.protocol import (
@@ -137,14 +138,6 @@ NO_COLD_ROWS = ColdRows(
 )  # fmt: skip
 
 
-class _Span(NamedTuple):
-    """Tentative tokens of one region; `labelled` by the caller, not by default."""
-
-    region: Region
-    tokens: int
-    labelled: bool
-
-
 class Session:
     """Made by `Client.open` and `Session.fork`."""
 
@@ -168,8 +161,7 @@ class Session:
         """Token ranges that no replica holds: `crop` below them and prefill again."""
         self._daemon = daemon
         self._changed = threading.Condition(threading.RLock())
-        self._labels: deque[Run] = deque()
-        self._spans: list[_Span] = []
+        self._labels = Labels()
         self._plans: list[Plan] = []
         self._pins: list[Pin] = []
         self._in_step = False
@@ -280,15 +272,15 @@ class Session:
         """Region of the next `tokens` tokens, after those labelled already. Raises `UnknownRegion`."""
         if tokens > 0:
             with self._changed:
-                self._labels.append(Run(parse_region(region), tokens))
+                self._labels.add(parse_region(region), tokens)
 
     def unlabel(self) -> None:
         """Forget labels that no token has taken yet."""
         with self._changed:
             self._labels.clear()
 
-    def reserve(self, tokens: int) -> None:
-        """Take the pages of a coming `begin(tokens)`, waiting for room; the session stays between steps meanwhile.
+    def reserve(self, tokens: int, regions: Sequence[Run] = ()) -> None:
+        """Take the pages of a coming `begin` of the same, waiting for room; the session stays between steps meanwhile.
 
         Rows of one batch reserve before any of them begins: a row in a step acknowledges nothing, so memory that it
         could still read would never become room for the next row. Raises what `begin` does.
@@ -296,10 +288,13 @@ class Session:
         self._daemon.check_process()  # before the lock: a forked child may have inherited it locked
         deadline = time.monotonic() + self._daemon.timeout
         with self._changed:
-            self._ready(tokens, deadline)
+            self._ready(tokens, deadline, regions)
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, tokens: int, regions: Sequence[Run] = ()) -> None:
         """A step of `tokens` new tentative tokens: adopt plans, and take (or wait for) reserved pages.
+
+        Args:
+            regions: of the new tokens from the first one on, where no label names them.
 
         Raises:
             PagesLost: ranges that must be prefilled again, until `crop` removes them.
@@ -311,7 +306,7 @@ class Session:
         self._daemon.check_process()  # before the lock: a forked child may have inherited it locked
         deadline = time.monotonic() + self._daemon.timeout
         with self._changed:
-            spans, runs = self._ready(tokens, deadline)
+            spans, runs = self._ready(tokens, deadline, regions)
             self._in_step = True
             self._lay_out(spans, runs)
 
@@ -332,8 +327,7 @@ class Session:
             if not fresh and not steps:
                 return
             ids = b"" if token_ids is None else np.ascontiguousarray(token_ids, "<i4").tobytes()
-            runs = _joined(self._spans)
-            self._spans.clear()
+            runs = self._labels.commit()
             self._horizon = self.length
             self.step += steps
             self._submit(Commit(self.id, self._horizon, runs, steps, ids), [], fatal=True)
@@ -369,7 +363,7 @@ class Session:
                 raise RequestError(
                     f"rollback to {length}; tentative are tokens [{self._horizon}, {self.length}): use crop below"
                 )
-            self._drop_spans(self.length - length)
+            self._labels.give_back(self.length - length)
             gone = self._table.cut(length)
             self._blanks.extendleft(BlankPage(page, offset) for page, offset in reversed(gone))
 
@@ -579,48 +573,22 @@ class Session:
     def _tail(self) -> tuple[Region | None, int]:
         return self._table.last() if self._table.length > self._sealed_rows else (None, 0)
 
-    def _next_spans(self, tokens: int) -> list[_Span]:
-        spans, left = [], tokens
-        for run in self._labels:
-            take = min(left, run.tokens)
-            if take:
-                spans.append(_Span(run.region, take, True))
-                left -= take
-        if left:
-            spans.append(_Span(Region.USER if tokens > 1 else Region.SCRATCHPAD, left, False))
-        return spans
-
-    def _lay_out(self, spans: list[_Span], runs: list[Run]) -> None:
-        for span in spans:
-            if span.labelled:
-                run = self._labels.popleft()
-                if run.tokens > span.tokens:
-                    self._labels.appendleft(Run(run.region, run.tokens - span.tokens))
+    def _lay_out(self, spans: list[Span], runs: list[Run]) -> None:
+        self._labels.take(spans)
         for place in lay_out(*self._tail(), runs, *self._rule()):
             if place.fresh:
                 blank = self._blanks.popleft()
                 self._table.append(PageEntry(blank.page, place.region, 0, Kind.EXACT, blank.offset))
             self._table.grow_last(place.tokens)
-        self._spans += spans
 
-    def _drop_spans(self, tokens: int) -> None:
-        while tokens:
-            span = self._spans.pop()
-            take = min(tokens, span.tokens)
-            tokens -= take
-            if span.tokens > take:
-                self._spans.append(span._replace(tokens=span.tokens - take))
-            if span.labelled:
-                self._labels.appendleft(Run(span.region, take))
-
-    def _ready(self, tokens: int, deadline: float) -> tuple[list[_Span], list[Run]]:
+    def _ready(self, tokens: int, deadline: float, regions: Sequence[Run]) -> tuple[list[Span], list[Run]]:
         """Adopt plans and wait until the pages of `tokens` new tokens are reserved; how they will be laid out."""
         self._refusal = None
         while True:
             self._check()
             self._raise_earlier()
             self._adopt()
-            spans = self._next_spans(tokens)
+            spans = self._labels.preview(tokens, regions)
             runs = [Run(span.region, span.tokens) for span in spans]
             missing = pages_needed(*self._tail(), runs, *self._rule()) - len(self._blanks)
             if missing <= 0 and self._unanswered < MAX_UNANSWERED:
@@ -734,14 +702,3 @@ def make_session(
             if time.monotonic() + refusal.retry_after >= deadline:
                 raise
             time.sleep(max(refusal.retry_after, LEAST_RETRY_SECONDS))
-
-
-def _joined(spans: list[_Span]) -> list[tuple[int, int]]:
-    """Runs for the wire: neighbours of one region are one."""
-    runs: list[tuple[int, int]] = []
-    for span in spans:
-        if runs and runs[-1][0] == span.region:
-            runs[-1] = (runs[-1][0], runs[-1][1] + span.tokens)
-        else:
-            runs.append((int(span.region), span.tokens))
-    return runs

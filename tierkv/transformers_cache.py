@@ -10,7 +10,6 @@ never written. While drafts are verified (`activate_past_recording`) tokens stay
 
 from __future__ import annotations
 
-import contextvars
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,20 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.cache_utils import Cache
 
 import tierkv.attention
 from tierkv.attention.contract import PagedAttention
-from tierkv.errors import GeometryMismatch, UnsupportedModel
+from tierkv.errors import GeometryMismatch
+from tierkv.markers import UNKNOWN, Markers
 from tierkv.paged_step import DecodeStep, Looks, NewTokens, PagedSession, PrefillStep, Step
 from tierkv.protocol import Audit
 from tierkv.recall import Estimates, RecallMode, RecallOptions
-
-IMPLEMENTATION = "tierkv"
-"""Name of the attention implementation in transformers' registries."""
+from tierkv.regions import Run
+from tierkv.tiered_layer import TieredLayer
 
 CHUNK_TOKENS = 256
 """New tokens that one forward takes at most; a longer prompt runs in slices, so that it demotes as it goes."""
@@ -43,57 +39,6 @@ slice need room too.
 
 REPLAY_REST = 8
 """Decode steps after pages were asked for in which no step is replayed: what did not come then will not come now."""
-
-_HANDLE = "tierkv_layer"
-
-_forwarding: contextvars.ContextVar[TieredCache | None] = contextvars.ContextVar(
-    "tierkv_forward", default=None
-)
-"""The cache that the current forward writes; set by `tierkv.attach`'s wrapper."""
-
-
-class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One full-attention layer of a `TieredCache`; its K/V are in pages, never in tensors.
-
-    Args:
-        cache: the cache it belongs to.
-        page_layer: index into the pages' layers.
-    """
-
-    is_sliding = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: TieredCache, page_layer: int) -> None:
-        super().__init__()
-        self.cache = cache
-        self.page_layer = page_layer
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to allocate: the daemon owns the memory."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens into pages and return them untouched, the layer hung on the key."""
-        self.cache.running_step.write(self.page_layer, key_states, value_states)
-        setattr(key_states, _HANDLE, self)
-        return key_states, value_states
-
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """`[batch, q_heads, columns, head_dim]` -> `[batch, columns, q_heads, head_dim]`."""
-        return self.cache.running_step.attend(self.page_layer, query, keys, values, scale)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.padded_length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.cache.padded_length
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class _Finished(NamedTuple):
@@ -116,6 +61,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         attention: an implementation of `tierkv.attention`, or its name.
         chunk_tokens: new tokens a forward takes at most; default 256, less when HBM pool or budget are small.
         recall: how pages that left HBM are attended all the same (`tierkv.recall`): a mode, or all its options.
+        markers: by which tokens that no label names are given regions (`tierkv.markers`).
 
     Raises:
         GeometryMismatch: the sessions' pages differ in shape.
@@ -131,6 +77,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         attention: PagedAttention | str = "cpu",
         chunk_tokens: int | None = None,
         recall: RecallMode | RecallOptions = "direct",
+        markers: Markers | None = None,
     ) -> None:
         self.sessions: list[PagedSession] = list(sessions) if isinstance(sessions, Sequence) else [sessions]
         if not self.sessions:
@@ -153,6 +100,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.attention = tierkv.attention.get(attention) if isinstance(attention, str) else attention
         self.padded_length = max(session.length for session in self.sessions)
         self._pads = [list(range(self.padded_length - session.length)) for session in self.sessions]
+        self._readers = [markers.reader(session.length) for session in self.sessions] if markers else []
         self._chunk_tokens = chunk_tokens
         self.recall = recall if isinstance(recall, RecallOptions) else RecallOptions(recall)
         self.audits: list[Audit] = []
@@ -204,6 +152,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             if session.horizon > length:
                 session.crop(length)
         self._pads, self.padded_length = kept, padded_length  # only now: a crop that fails can be tried again
+        self._cut_readers()
         self._settle()
 
     def reset(self) -> None:
@@ -233,7 +182,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         """Close every session of the cache, forks included."""
         for session in self.sessions:
             session.close()
-        self.sessions, self._pads = [], []
+        self.sessions, self._pads, self._readers = [], [], []
 
     # What the forward wrapper calls ---------------------------------------------------------------------------
 
@@ -352,29 +301,34 @@ class TieredCache(Cache):  # type: ignore[misc]
             self.batch_repeat_interleave(batch // rows_before)
         self._undo = [(layer, dict(vars(layer))) for layer in self._own_layers()]
         self._columns, self._rows = columns, []
+        ids = None if input_ids is None else input_ids.numpy(force=True).astype(np.int32, copy=False)
         try:
-            rows = list(self._new_tokens(columns))
+            rows = list(self._new_tokens(columns, ids))
             if len(rows) > 1:
                 for new in rows:
-                    new.session.reserve(new.tokens)
+                    new.session.reserve(new.tokens, new.regions)
             for new in rows:
                 self._rows.append(new)
-                new.session.begin(new.tokens)
+                new.session.begin(new.tokens, new.regions)
             self._build_step(batch, scout)
         except BaseException:
             self.abandon_forward()
             if batch != rows_before:
                 self.batch_select_indices(torch.arange(0, batch, batch // rows_before))
             raise
-        self._ids = None if input_ids is None else input_ids.numpy(force=True).astype(np.int32, copy=False)
+        self._ids = ids
 
-    def _new_tokens(self, columns: int) -> Iterator[NewTokens]:
+    def _new_tokens(self, columns: int, ids: NDArray[np.int32] | None) -> Iterator[NewTokens]:
         for row, session in enumerate(self.sessions):
             whole = self._real is None or bool(self._real[row].all())
             picked = None if whole or self._real is None else np.flatnonzero(self._real[row])
             tokens = columns if picked is None else len(picked)
             if tokens:
-                yield NewTokens(session, row, tokens, picked)
+                regions: list[Run] = []
+                if self._readers:
+                    told = [UNKNOWN] * tokens if ids is None else _row_ids(ids, row, picked).tolist()
+                    regions = self._readers[row].label(told)
+                yield NewTokens(session, row, tokens, picked, regions)
 
     def end_forward(self) -> None:
         """The forward succeeded: commit (or hold) its tokens, send what it observed, open the step boundary."""
@@ -385,9 +339,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.audits += [audit for audit in audits if audit is not None]
         self._keep_estimates(step)
         for index, new in enumerate(rows):
-            ids = None
-            if self._ids is not None:
-                ids = self._ids[new.row] if new.columns is None else self._ids[new.row, new.columns]
+            ids = None if self._ids is None else _row_ids(self._ids, new.row, new.columns)
             mass = masses[index] if masses and self._observed[index] else None
             audit = audits[index] if audits else None
             self._held.append(_Finished(new.session, ids, mass, audit, int(decoded)))
@@ -410,6 +362,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             if new.session.length > new.session.horizon:
                 new.session.rollback(new.session.horizon)
             new.session.end()
+        self._cut_readers()
         for layer, state in self._undo:
             vars(layer).clear()
             vars(layer).update(state)
@@ -419,6 +372,10 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def _own_layers(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, TieredLayer)]
+
+    def _cut_readers(self) -> None:
+        for reader, session in zip(self._readers, self.sessions, strict=False):
+            reader.cut(session.length)
 
     def _build_step(self, batch: int, scout: bool) -> None:
         recall = self.recall
@@ -508,47 +465,16 @@ class TieredCache(Cache):  # type: ignore[misc]
             raise
         self.sessions = rows
         self._pads = [list(old_pads[source]) for source in order]
+        self._readers = [self._readers[source].fork() for source in order] if self._readers else []
         for row, session in enumerate(old):
             if row not in keeper:
                 session.close()
 
 
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: pages where the key carries a layer, sdpa everywhere else."""
-    layer: TieredLayer | None = getattr(key, _HANDLE, None)
-    if layer is None:
-        cache, index = _forwarding.get(), getattr(module, "layer_idx", None)
-        if cache is not None and index is not None and isinstance(cache.layers[index], TieredLayer):
-            raise UnsupportedModel(
-                f"{type(module).__name__} changes its keys after the cache update; pages cannot serve it"
-            )
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    for feature in ("s_aux", "softcap", "position_bias"):
-        if kwargs.get(feature) is not None:
-            raise UnsupportedModel(f"{type(module).__name__} attends with {feature}; pages cannot serve it")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layer.attend(query, key, value, scale), None
+def _row_ids(ids: NDArray[np.int32], row: int, columns: NDArray[np.int64] | None) -> NDArray[np.int32]:
+    """A row's token ids, only of the given columns."""
+    whole: NDArray[np.int32] = ids[row]
+    return whole if columns is None else whole[columns]
 
 
-def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Pages hold no padding and are causal by construction: no mask. Everything else gets sdpa's.
-
-    `local_size` marks the mask of sliding-window layers, which keep transformers' own cache and sdpa.
-    """
-    if _forwarding.get() is not None and kwargs.get("local_size") is None:
-        return None
-    return sdpa_mask(*args, **kwargs)  # type: ignore[no-any-return]
-
-
-AttentionInterface.register(IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(IMPLEMENTATION, _mask)
-
-__all__ = ["CHUNK_TOKENS", "IMPLEMENTATION", "TieredCache", "TieredLayer"]
+__all__ = ["CHUNK_TOKENS", "TieredCache"]

@@ -45,16 +45,24 @@ STRICT = (
 """Mistral's first: user and assistant in turns, no other role, nothing that opens an answer."""
 
 
-def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """One token a byte; special tokens for `SPECIAL`."""
+def tokenizer(
+    template: str | None = CHATML,
+    special: tuple[str, ...] = SPECIAL,
+    bos: str = "<s>",
+    merges: tuple[tuple[str, str], ...] = (),
+) -> PreTrainedTokenizerFast:
+    """One token a byte, and one for each of `special`, added tokens that a template may use as markers.
+
+    `merges` are pairs of characters that are one token where they meet in a word or among blanks.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: index for index, text in enumerate([*SPECIAL, *alphabet])}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary = {text: index for index, text in enumerate([*special, *alphabet, *map("".join, merges)])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    core.add_special_tokens([AddedToken(text, special=True) for text in special])
     made = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="<|im_end|>"
+        tokenizer_object=core, pad_token="<pad>", bos_token=bos, eos_token="<|im_end|>"
     )
     made.chat_template = template
     return made

@@ -94,14 +94,14 @@ class LocalSession:
     def label(self, region: str | Region, tokens: int) -> None:
         self.labels.append(Run(parse_region(region), tokens))
 
-    def reserve(self, tokens: int) -> None:
+    def reserve(self, tokens: int, regions: Sequence[Run] = ()) -> None:
         """Local pages are there, or `begin` says that they are not."""
         self._alive()
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, tokens: int, regions: Sequence[Run] = ()) -> None:
         self._alive()
         self.running = True
-        for place in lay_out(*self._tail(), self._runs(tokens), self.geometry.page_tokens, False):
+        for place in lay_out(*self._tail(), self._runs(tokens, regions), self.geometry.page_tokens, False):
             if place.fresh:
                 if not self._pool.free:
                     raise OutOfCapacity("the local pool is full")
@@ -185,7 +185,7 @@ class LocalSession:
     def _tail(self) -> tuple[Region | None, int]:
         return (self.pages[-1].region, self.pages[-1].count) if self.pages else (None, 0)
 
-    def _runs(self, tokens: int) -> list[Run]:
+    def _runs(self, tokens: int, regions: Sequence[Run]) -> list[Run]:
         runs, left = [], tokens
         while left and self.labels:
             run = self.labels.popleft()
@@ -194,7 +194,9 @@ class LocalSession:
             left -= take
             if run.tokens > take:
                 self.labels.appendleft(Run(run.region, run.tokens - take))
-        if left:
+        told = [run.region for run in regions for _ in range(run.tokens)]
+        runs += [Run(region, 1) for region in told[tokens - left :]]
+        if left and not told:
             runs.append(Run(Region.SCRATCHPAD if tokens == 1 else Region.USER, left))
         return runs
 

@@ -29,7 +29,7 @@ from tierkv.errors import (
     UnknownSession,
 )
 from tierkv.protocol import BlankPage, PageChange, Plan
-from tierkv.regions import Region
+from tierkv.regions import Region, Run
 from tierkv.table import Kind
 
 PAGE = SMALL.page_bytes
@@ -220,6 +220,25 @@ def test_default_labels_do_not_stick_to_tokens_that_were_rolled_back(world: Worl
     assert table(session) == [(Region.SCRATCHPAD, 1)]
 
 
+def test_regions_of_a_step_name_what_no_label_does_and_do_not_wait(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    session.label("system", 5)
+    given = [Run(Region.PLAN, 3), Run(Region.RETRIEVAL, 7), Run(Region.TOOL_OUT, 4)]
+    session.reserve(20, given)
+    session.begin(20, given)
+    session.rollback(0)  # the label waits again
+    session.begin(20, given)
+    write(client, session, 1, 0, 20)
+    session.commit()
+    session.end()
+    step(client, session, 1, 2)
+    assert table(session) == [
+        (Region.SYSTEM, 5), (Region.RETRIEVAL, 5), (Region.TOOL_OUT, 4), (Region.USER, 6 + 2),
+    ]  # fmt: skip
+
+
 def test_a_crop_below_the_horizon_forgets_committed_tokens(world: World) -> None:
     world.service()
     client = world.client()
@@ -396,7 +415,7 @@ def test_a_failed_commit_ends_the_session(world: World) -> None:
     client = world.client()
     session = client.open(SMALL, "m")
     session.begin(10)
-    session._spans.clear()  # a worker's bug: it commits other tokens than it wrote
+    session._labels.commit()  # a worker's bug: it commits other tokens than it wrote
     session.commit()
     session.end()
     until(lambda: session._unanswered == 0)

@@ -36,7 +36,8 @@ from tests.tierkv.tiny_models import CACHE, build, expected, greedy, prompt, tie
 from tierkv.errors import UnsupportedModel
 from tierkv.geometry import Geometry
 from tierkv.model import attach
-from tierkv.transformers_cache import TieredCache, TieredLayer
+from tierkv.tiered_layer import TieredLayer
+from tierkv.transformers_cache import TieredCache
 
 
 @pytest.fixture

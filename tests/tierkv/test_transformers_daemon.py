@@ -14,7 +14,9 @@ import tierkv
 import tierkv.table
 from tests.faults.harness import Owner
 from tests.tierkv.tiny_models import CACHE, NEW, build, expected, greedy, longer, prompt
+from tierkv.markers import Marker, Markers
 from tierkv.model import attach
+from tierkv.regions import Region
 from tierkv.transformers_cache import TieredCache
 
 Start = Callable[[int], tierkv.Client]
@@ -95,3 +97,20 @@ def test_a_prompt_larger_than_hbm_demotes_as_it_goes_and_is_answered(start: Star
     with torch.no_grad():
         model(tokens[:, -1:], **{CACHE: cache})
     assert session.horizon == 480 + NEW
+
+
+def test_pages_of_an_unlabelled_prompt_have_the_regions_of_its_markers(start: Start) -> None:
+    model, ids = build("llama"), prompt(200)["input_ids"]
+    places = {0: Region.SYSTEM, 40: Region.TOOL_OUT, 150: Region.SCRATCHPAD}
+    for at, region in places.items():
+        ids[0, at], ids[0, at + 1] = 1, 10 + region  # prompts hold no 1 otherwise
+    markers = Markers(Marker((1, 10 + region), region) for region in places.values())
+    attached, client = attach(model), start(64)
+    session = attached.open(client, ladder="exact")
+    cache = TieredCache(session, markers=markers, chunk_tokens=64)
+    session.label("plan", 20)
+    greedy(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, cache)
+    pages = [(page.region, page.count) for page in session.state()[0].table.pages]
+    assert pages[:4] == [(Region.PLAN, 16), (Region.PLAN, 4), (Region.SYSTEM, 16), (Region.SYSTEM, 4)]
+    assert pages[4:11] == [(Region.TOOL_OUT, 16)] * 6 + [(Region.TOOL_OUT, 14)]
+    assert pages[11:14] == [(Region.SCRATCHPAD, 16)] * 3
