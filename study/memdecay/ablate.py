@@ -1,6 +1,6 @@
 """`tierkv study ablate`: one setting at a time changed from the defaults of `memdecay` and `memdecay-lift`.
 
-Measured by survival of facts (see `ablate_tables`), which is not recall.
+Measured by survival of facts (see `survival`), which is not recall.
 
 The paper fits decay rates on a burst of 48 decode steps and evicts after one of 8. `final burst 48` evicts after what
 the rates were fitted on (`protocol.FIT`), by the defaults' rates, which are the paper's; with a policy file there is
@@ -20,7 +20,11 @@ from rich.text import Text
 from tierkv.daemon import policy
 from tierkv.daemon.policy.decay import RegionDecay
 from tierkv.errors import ConfigError
-from tierkv.study.memdecay.ablate_tables import (
+from tierkv.study.memdecay.arms import Arm, compared
+from tierkv.study.memdecay.evict import Unit
+from tierkv.study.memdecay.protocol import FIT, Protocol
+from tierkv.study.memdecay.scenarios import Episode
+from tierkv.study.memdecay.survival import (
     Case,
     Keeps,
     Pair,
@@ -31,10 +35,6 @@ from tierkv.study.memdecay.ablate_tables import (
     survival,
     unheard,
 )
-from tierkv.study.memdecay.arms import Arm, compared
-from tierkv.study.memdecay.evict import Unit
-from tierkv.study.memdecay.protocol import FIT, Protocol
-from tierkv.study.memdecay.scenarios import Episode
 from tierkv.study.memdecay.traces import Trace
 
 DEFAULTS = ("memdecay", "memdecay-lift")
@@ -70,7 +70,7 @@ def run(pairs: Iterable[Pair], calibrated: Path | None = None, told: Told = unhe
     """Every setting on every pair. calibrated: a policy file, whose half-lives are one more setting.
 
     Raises:
-        ConfigError: the policy file has no half-lives or cannot be read; see `ablate_tables.survival`.
+        ConfigError: the policy file has no half-lives or cannot be read; see `survival.survival`.
     """
     rates = None if calibrated is None else _rates(calibrated)
     arms = [arm for arm in compared() if arm.name in DEFAULTS]

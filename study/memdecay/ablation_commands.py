@@ -24,7 +24,7 @@ from tierkv.study.memdecay.cli import (
 from tierkv.terminal import plain_errors
 
 if TYPE_CHECKING:
-    from tierkv.study.memdecay.ablate_tables import Pair, Told
+    from tierkv.study.memdecay.survival import Pair, Told
 
 Of = Annotated[Split, typer.Option(help="Scenarios: to report on, or to develop and tune on.")]
 

@@ -1,6 +1,6 @@
 """`tierkv study labels`: what wrong region labels cost `memdecay` and `memdecay-lift`.
 
-Measured by survival of facts (see `ablate_tables`), which is not recall. A policy sees the wrong labels throughout: its
+Measured by survival of facts (see `survival`), which is not recall. A policy sees the wrong labels throughout: its
 rates, its pins and its pages' borders follow them. Facts are counted by the region in which they truly stand.
 
 wrong 20%   of blocks, each has one of the six other regions by chance; a block that is wrong at 10% is so at 20%
@@ -21,7 +21,9 @@ from rich.text import Text
 
 from tierkv.regions import Region
 from tierkv.study.memdecay.ablate import DEFAULTS
-from tierkv.study.memdecay.ablate_tables import (
+from tierkv.study.memdecay.arms import Arm, compared
+from tierkv.study.memdecay.scenarios import Episode
+from tierkv.study.memdecay.survival import (
     Case,
     Keeps,
     Pair,
@@ -32,8 +34,6 @@ from tierkv.study.memdecay.ablate_tables import (
     survival,
     unheard,
 )
-from tierkv.study.memdecay.arms import Arm, compared
-from tierkv.study.memdecay.scenarios import Episode
 from tierkv.study.memdecay.traces import Trace
 
 SHARES = (0.1, 0.2, 0.4)
@@ -77,7 +77,7 @@ def _by_token(episode: Episode, regions: NDArray[np.int64]) -> NDArray[np.int8]:
 
 
 def run(pairs: Iterable[Pair], told: Told = unheard) -> Survival:
-    """Both policies under every labelling. Raises `ConfigError`, see `ablate_tables.survival`."""
+    """Both policies under every labelling. Raises `ConfigError`, see `survival.survival`."""
     return survival(pairs, [case for arm in compared() if arm.name in DEFAULTS for case in cases(arm)], told)
 
 

@@ -36,10 +36,10 @@ from tierkv import model_support
 from tierkv.errors import TierKVError
 from tierkv.study import processes
 from tierkv.study.memdecay.ablate import DEFAULTS
-from tierkv.study.memdecay.ablate_tables import Told, unheard
 from tierkv.study.memdecay.arms import Arm, compared
 from tierkv.study.memdecay.evict import budget_tokens, evict, pages_of
 from tierkv.study.memdecay.scenarios import Episode
+from tierkv.study.memdecay.survival import Told, unheard
 from tierkv.study.memdecay.tiered import CONNECT_SECONDS, DTYPE, HOST_BYTES, POLICY
 from tierkv.study.memdecay.traces import Trace
 from tierkv.study.probe import cache_argument, dynamic_cache, forward

@@ -1,6 +1,6 @@
 """`tierkv study variants`: ideas beyond the paper, each beside `memdecay-lift` as it is, and a verdict on each.
 
-Measured by survival of facts (see `ablate_tables`), which is not recall; the rule is in `variants_tables`. Each idea's
+Measured by survival of facts (see `survival`), which is not recall; the rule is in `variants_tables`. Each idea's
 formula is in its docstring (`variants_memory`, `variants_links`), its constants were chosen on scenarios to develop on:
 figures of those flatter it. Two rows are no ideas, but tell what an idea's gain is not: lift with four times the weight
 on attention, and shared fate with evidence that the plan does not name.
@@ -25,10 +25,10 @@ from tierkv.daemon.policy import Policy
 from tierkv.daemon.policy.lift import LEAST_MASS, MemDecayLift
 from tierkv.errors import ConfigError
 from tierkv.regions import Region
-from tierkv.study.memdecay.ablate_tables import Case, Keeps, Pair, Told, survival, unheard
 from tierkv.study.memdecay.arms import Arm, compared
 from tierkv.study.memdecay.evict import pages_of
 from tierkv.study.memdecay.scenarios import Episode
+from tierkv.study.memdecay.survival import Case, Keeps, Pair, Told, survival, unheard
 from tierkv.study.memdecay.traces import Trace
 from tierkv.study.memdecay.variants_links import (
     CopyRefresh,
@@ -79,7 +79,7 @@ def run(pairs: Iterable[Pair], told: Told = unheard) -> Report:
     """Every idea on every pair, evicting as lift does.
 
     Raises:
-        ConfigError: see `ablate_tables.survival` and `variants_tables.judge`.
+        ConfigError: see `survival.survival` and `variants_tables.judge`.
     """
     lift = _lift()
     cases = [

@@ -14,8 +14,8 @@ from rich.console import Group
 from rich.text import Text
 
 from tierkv.errors import ConfigError
-from tierkv.study.memdecay.ablate_tables import BUDGETS, Row, Survival, legend, render_rows
 from tierkv.study.memdecay.scenarios import TIERS
+from tierkv.study.memdecay.survival import BUDGETS, Row, Survival, legend, render_rows
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -16,10 +16,10 @@ from tierkv.daemon import policy
 from tierkv.errors import ConfigError
 from tierkv.regions import Region
 from tierkv.study.memdecay import ablate
-from tierkv.study.memdecay.ablate_tables import Case, Keeps, Pair, survival
 from tierkv.study.memdecay.arms import Arm
 from tierkv.study.memdecay.scenarios import Block, Episode, Fact, Tier
 from tierkv.study.memdecay.statistics import Signs
+from tierkv.study.memdecay.survival import Case, Keeps, Pair, survival
 from tierkv.study.memdecay.traces import Trace
 
 S, U, R, P = Region.SYSTEM, Region.USER, Region.RETRIEVAL, Region.SCRATCHPAD

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.study.memdecay.test_ablate import pair_of
 from tierkv.regions import Region
 from tierkv.study.memdecay import labels
-from tierkv.study.memdecay.ablate_tables import survival
+from tierkv.study.memdecay.survival import survival
 
 S, L, U, I, O, R, P = Region  # noqa: E741
 MANY = pair_of([(Region(i % 7), 4) for i in range(400)], [(U, 8, 9)])[0]

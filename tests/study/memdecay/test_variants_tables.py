@@ -11,8 +11,8 @@ from tests.study.memdecay.test_ablate import pair_of
 from tierkv.errors import ConfigError
 from tierkv.regions import Region
 from tierkv.study.memdecay import variants
-from tierkv.study.memdecay.ablate_tables import Cell, Row, Survival
 from tierkv.study.memdecay.statistics import Signs
+from tierkv.study.memdecay.survival import Cell, Row, Survival
 from tierkv.study.memdecay.variants_tables import Report, judge, render
 
 U, R, P = Region.USER, Region.RETRIEVAL, Region.SCRATCHPAD

@@ -21,7 +21,7 @@ from tests.study.memdecay.test_ablate import pair_of
 from tierkv.errors import ConfigError
 from tierkv.regions import Region
 from tierkv.study.memdecay import variants
-from tierkv.study.memdecay.ablate_tables import Pair
+from tierkv.study.memdecay.survival import Pair
 from tierkv.study.memdecay.variants_tables import Report
 
 U, R, P = Region.USER, Region.RETRIEVAL, Region.SCRATCHPAD
