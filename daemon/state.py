@@ -17,7 +17,7 @@ from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
 from tierkv.daemon.counters import Counters
 from tierkv.daemon.events import Instruction, SendPlan
 from tierkv.daemon.pages import PageStore
-from tierkv.daemon.policy import Thresholds
+from tierkv.daemon.policy import Policy, Thresholds
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.sessions import Client, Model, Session
 from tierkv.errors import BudgetTooSmall, GeometryMismatch, UnknownSession
@@ -37,15 +37,16 @@ PAGE_ID_EPOCH_SHIFT = 40
 class BrainConfig:
     """Sizes in bytes, watermarks as free fractions of HBM, bandwidth in bytes a second (0: unbounded).
 
-    `digest_share` is the fraction of HBM that digests of cold pages may take (0: none are made), `digest_layers` how
-    many of a page's last layers they describe (0: all).
+    `policy` is a name, or the policy itself where its settings are not the defaults. `digest_share` is the fraction of
+    HBM that digests of cold pages may take (0: none are made), `digest_layers` how many of a page's last layers they
+    describe (0: all).
     """
 
     hbm_bytes: int
     host_bytes: int
     epoch: int = 1
     codec: str = "k3v2"
-    policy: str = "memdecay"
+    policy: str | Policy = "memdecay"
     page_tokens: int = 16
     straddle: bool = False
     demotion: Literal["pressure", "eager"] = "pressure"
@@ -81,7 +82,7 @@ class State:
     def __init__(self, config: BrainConfig) -> None:
         self.config = config
         self.codec = get_codec(config.codec)
-        self.policy = get_policy(config.policy)
+        self.policy = get_policy(config.policy) if isinstance(config.policy, str) else config.policy
         self.thresholds = config.thresholds or self.policy.thresholds
         self.pages = PageStore()
         self.sessions: dict[int, Session] = {}

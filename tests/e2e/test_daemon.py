@@ -153,6 +153,24 @@ def test_a_second_daemon_is_refused_at_once_and_told_what_differs(daemon: Daemon
     assert daemon.process.poll() is None
 
 
+def test_a_policy_file_is_served_and_compared(folder: Path) -> None:
+    file, state_dir = folder / "policy.toml", folder / "p"
+    file.write_text('policy = "memdecay-lift"\n[half_life]\nplan = 7.0\n')
+    daemon = start(state_dir, "--policy-file", str(file))
+    try:
+        assert daemon.banner["policy file"] == str(file)
+        config = json.loads(run("tierkv", "status", "--json", "--state-dir", str(state_dir)).stdout)["config"]
+        assert (config["policy"], config["policy_settings"]["half_life"]["plan"]) == ("memdecay-lift", 7.0)
+        file.write_text('policy = "memdecay-lift"\n[half_life]\nplan = 8.0\n')
+        same = ("--hbm", "8MiB", "--host", "16MiB", "--state-dir", str(state_dir))
+        refused = run("tierkv-daemon", *same, "--policy-file", str(file))
+        assert refused.returncode == 1
+        assert "differs from yours in policy_settings.half_life.plan (7.0 there, 8.0 here)" in refused.stderr
+    finally:
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(STOP_SECONDS) == 0
+
+
 def test_a_node_of_a_cluster_has_one_owner(daemon: Daemon, folder: Path) -> None:
     record = json.loads((daemon.state_dir / "ray.json").read_text())
     refused = run(
