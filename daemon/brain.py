@@ -20,6 +20,7 @@ from tierkv.daemon import events
 from tierkv.daemon.adoption import Adoption
 from tierkv.daemon.allocator import PoolAllocator, aligned
 from tierkv.daemon.events import Answer, Event, Instruction
+from tierkv.daemon.explain import explain
 from tierkv.daemon.integrity import check_integrity
 from tierkv.daemon.moves import Act, Moves
 from tierkv.daemon.pages import Goal, Guard, Ladder
@@ -39,7 +40,7 @@ from tierkv.errors import (
     RequestError,
     TierKVError,
 )
-from tierkv.protocol import BlankPage, Done, Failure, Reserved, Table
+from tierkv.protocol import BlankPage, Done, Explained, Failure, Reserved, Table
 from tierkv.regions import Region, parse_region
 from tierkv.table import NOWHERE, Kind, lay_out, pages_needed
 
@@ -131,6 +132,10 @@ class Brain:
     def session_stats(self, session: int) -> dict[str, float]:
         """The same for one session. Raises `UnknownSession`."""
         return session_stats(self.state, session)
+
+    def explain(self, session: int, page: int = -1, token: int = -1) -> Explained:
+        """Why one page is where it is, as of the last event (`explain.explain`). Changes nothing, and is in no log."""
+        return explain(self.state, session, page, token)
 
     def _answer(self, request: int, result: Any) -> None:
         if request:

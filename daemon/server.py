@@ -5,7 +5,7 @@ The loop copies nothing, encodes nothing and waits for nobody. A request that ca
 one that cannot be right is refused, and an exception in a handler is answered, counted and survived.
 
 Epochs: a request that names another epoch is answered `owner-unavailable`, which makes its worker attach again.
-`Ping`, `Stats` and `Drain` are answered to anyone who may open the socket; epoch 0 means "whichever".
+`Ping`, `Stats`, `Explain` and `Drain` are answered to anyone who may open the socket; epoch 0 means "whichever".
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tierkv.protocol import (
     MAX_HEADER_BYTES,
     Done,
     Drain,
+    Explain,
+    Explained,
     Failure,
     Fork,
     Open,
@@ -72,6 +74,9 @@ MAX_SEEN = 1 << 16
 GAP_SECONDS = 1.0
 """A loop that did not run for so long (stopped, swapped) cannot blame workers for silence: leases restart."""
 
+AT_ONCE = (Ping, Stats, Explain, Drain)
+"""Operations that need no event of the brain's, or whose event has no answer."""
+
 Lost = tuple[tuple[int, int, int], ...]
 
 
@@ -84,6 +89,10 @@ class BrainLike(Protocol):
 
     def session_stats(self, session: int) -> dict[str, float]:
         """Raises `UnknownSession`."""
+        ...
+
+    def explain(self, session: int, page: int = -1, token: int = -1) -> Explained:
+        """Raises `RequestError`."""
         ...
 
 
@@ -364,9 +373,7 @@ class OwnerLoop:
             return
         if peer is not None:
             self._heard(peer, now)
-        if isinstance(request.op, (Ping, Stats, Drain)) and (
-            peer is None or request.epoch in (0, self._epoch)
-        ):
+        if isinstance(request.op, AT_ONCE) and (peer is None or request.epoch in (0, self._epoch)):
             self._acknowledge(peer, request, now)
             self._answer_now(identity, peer, request, len(buffers), now)
             return
@@ -403,14 +410,16 @@ class OwnerLoop:
     def _answer_now(
         self, identity: bytes, peer: Peer | None, request: Request, buffers: int, now: float
     ) -> None:
-        """Answers that need no brain, or only its numbers. Not remembered: asking twice does no harm."""
-        result: Result = Done()
-        if buffers:
-            result = _failure(errors.ProtocolError(f"{buffers} buffers came with an operation that has none"))
-        elif isinstance(request.op, Stats):
-            result = self._stats(request.op.session)
-        elif isinstance(request.op, Drain):
-            self._feed(events.Draining())
+        """Answers that need no brain, or only look at it. Not remembered: asking twice does no harm."""
+        try:
+            if buffers:
+                raise errors.ProtocolError(f"{buffers} buffers came with an operation that has none")
+            result = self._ask(request.op)
+        except TierKVError as error:
+            result = _failure(error)
+        except Exception as error:
+            self._survive(f"{_name(request.op)} failed")
+            result = _broken(error)
         raw = self._reply(request.id, result)
         if peer is not None:
             peer.outbox.append(raw)
@@ -418,13 +427,17 @@ class OwnerLoop:
             self._send_raw(identity, raw)
         self._metrics.request(_name(request.op), time.monotonic() - now)
 
-    def _stats(self, session: int) -> Result:
-        try:
-            return StatsResult(
-                self._brain.snapshot().flat() if session < 0 else self._brain.session_stats(session)
-            )
-        except TierKVError as error:
-            return _failure(error)
+    def _ask(self, op: Operation) -> Result:
+        match op:
+            case Stats(session):
+                return StatsResult(
+                    self._brain.snapshot().flat() if session < 0 else self._brain.session_stats(session)
+                )
+            case Explain(session, page, token):
+                return self._brain.explain(session, page, token)
+            case Drain():
+                self._feed(events.Draining())
+        return Done()
 
     def _execute(self, peer: Peer, request: Request, buffers: list[memoryview], now: float) -> None:
         if len(peer.pending) >= MAX_PENDING:
@@ -460,7 +473,7 @@ class OwnerLoop:
         except Exception as error:
             self._survive(f"the brain failed on {type(event).__name__}")
             if token in self._pending:
-                self._answer(token, Failure("error", f"{type(error).__name__} in the daemon: {error}"))
+                self._answer(token, _broken(error))
 
     def _dispatch(self, instructions: list[events.Instruction]) -> None:
         for instruction in instructions:
@@ -528,6 +541,10 @@ class OwnerLoop:
 def _failure(error: TierKVError) -> Failure:
     retry_after = error.retry_after if isinstance(error, errors.Backpressure) else 0.0
     return Failure(error.code, str(error), retry_after)
+
+
+def _broken(error: Exception) -> Failure:
+    return Failure("error", f"{type(error).__name__} in the daemon: {error}")
 
 
 def _name(op: Operation) -> str:

@@ -32,6 +32,9 @@ Pool = Literal["hbm", "host"]
 PAGE_ID_EPOCH_SHIFT = 40
 """Page ids are `epoch << 40 | n`, so that an adopting owner never gives out an id that a worker holds."""
 
+SESSIONS_NAMED = 8
+"""Open sessions that an error names."""
+
 
 @dataclass(frozen=True)
 class BrainConfig:
@@ -118,6 +121,19 @@ class State:
         found = self.sessions.get(session)
         if found is None or found.client != client:
             raise UnknownSession(f"session {session} is not open for this worker; open one first")
+        return found
+
+    def any_session(self, session: int) -> Session:
+        """The session, whoever has it; raises `UnknownSession`, which names some that are open."""
+        found = self.sessions.get(session)
+        if found is None:
+            some = ", ".join(str(number) for number in list(self.sessions)[-SESSIONS_NAMED:])
+            more = (
+                f" ({len(self.sessions)} are; these are the latest)"
+                if len(self.sessions) > SESSIONS_NAMED
+                else ""
+            )
+            raise UnknownSession(f"session {session} is not open; open: {some or 'none'}{more}")
         return found
 
     def new_page_id(self) -> int:

@@ -1,19 +1,22 @@
 """The commands of `tierkv`. Every one takes `--json` and, but for `replay`, reads only; 1 is the exit code when no
 daemon answers.
 
-`status` and `stats` ask over HTTP, which answers whatever the loop does; `ping` and `replay` take a worker's way.
+`status` and `stats` ask over HTTP, which answers whatever the loop does; `explain`, `ping` and `replay` take a worker's
+way.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import statistics
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from tierkv.daemon.config import load_config
@@ -95,8 +98,24 @@ def stats(
         )
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
+@app.command()
+def explain(
+    session: Annotated[int, typer.Argument(help="Its id: `session.id` in the worker.")],
+    page: Annotated[int | None, typer.Argument(help="Row in its page table, from 0.")] = None,
+    token: Annotated[int | None, typer.Option(help="The page that holds this token instead.")] = None,
+    state_dir: StateDir = None,
+    as_json: Json = False,
+) -> None:
+    """Why a page is where it is, and what would move it next. Reads only: no score changes by it."""
+    with plain_errors():
+        import tierkv
+        from tierkv.explained import rows
+
+        with tierkv.connect(state_dir) as client:
+            told = client.explain(session, page, token=token)
+        if as_json:
+            return _print_json(_finite(msgspec.to_builtins(told)))
+        _print_rows(rows(told))
 
 
 @app.command()
@@ -211,6 +230,13 @@ def fetch_status(state_dir: Path | None) -> dict[str, Any]:
 
 def _print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
+
+
+def _finite(value: Any) -> Any:
+    """Infinite numbers, which JSON lacks, as `inf` and `-inf`."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print_rows(rows: list[tuple[str, str]]) -> None:
