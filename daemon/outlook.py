@@ -16,7 +16,7 @@ from tierkv.table import NOWHERE, Kind
 BECAME = {"hbm": "became exact", "quantized": "became low-bit", "host": "left HBM", "dropped": "was dropped"}
 
 BECAUSE = {
-    "pressure": "room was wanted in HBM or under its session's budget",
+    "pressure": "room was wanted",
     "budget": "its session's HBM budget was used up",
     "threshold": "its score fell below the threshold",
     "room": "there was room for it",
@@ -202,7 +202,7 @@ def _below(state: State, facts: Facts, threshold: str, besides: str = "") -> str
 def _wanted(state: State, facts: Facts, besides: str = "") -> str:
     """What makes room be made, what must be so `besides`, and in which order."""
     free, low = state.hbm.free_bytes / state.hbm.size, state.config.low_watermark
-    asked = f"less than {low:.0%} of HBM free, now {free:.0%}, or a reservation that does not fit"
+    asked = f"under {low:.0%} of HBM free, now {free:.0%}, or a reservation waits"
     budget = facts.session.options.hbm_budget
     if budget:
         asked += f", or its session's budget used up, now {state.hbm_bytes_of(facts.session) / budget:.0%}"

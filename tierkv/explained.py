@@ -39,7 +39,7 @@ def rows(told: Explained) -> list[tuple[str, str]]:
         ("why", told.why),
         ("copies", ", ".join(copies) or "none"),
         ("ladder", told.ladder),
-        ("guard", ", ".join(f"{why}: {HELD[level]}" for why, level in told.guards.items()) or "none"),
+        ("guard", "; ".join(f"{why}: {HELD[level]}" for why, level in told.guards.items()) or "none"),
         ("step", f"{told.step:,}{paused}"),
         ("score", f"{told.score:.3g} by {told.policy}, {_rank(told)}"),
         ("", _terms(told)),

@@ -149,7 +149,7 @@ def test_the_page_that_is_told_to_be_coldest_moves_first_and_then_says_when_and_
     assert [told.tier for told in before] == ["hbm"] * 8
     assert [page for page, told in enumerate(before) if told.rank == min(t.rank for t in before)] == [3]
     assert (before[3].moved_ago, before[3].moved_why, before[3].why) == (None, "", "it was written there")
-    assert before[3].next[0].startswith("becomes low-bit when room is wanted (less than 0% of HBM free, now ")
+    assert before[3].next[0].startswith("becomes low-bit when room is wanted (under 0% of HBM free, now ")
     while all(explain(w, session, page).tier == "hbm" for page in range(8)):
         append(w, session, 1, Region.USER)
     moved = [page for page in range(8) if explain(w, session, page).tier != "hbm"]
