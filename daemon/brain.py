@@ -21,6 +21,7 @@ from tierkv.daemon.adoption import Adoption
 from tierkv.daemon.allocator import PoolAllocator, aligned
 from tierkv.daemon.events import Answer, Event, Instruction
 from tierkv.daemon.explain import explain
+from tierkv.daemon.failures import refusal
 from tierkv.daemon.integrity import check_integrity
 from tierkv.daemon.moves import Act, Moves
 from tierkv.daemon.pages import Goal, Guard, Ladder
@@ -101,9 +102,7 @@ class Brain:
         try:
             self._handlers[type(event)](event)
         except TierKVError as error:
-            request = getattr(event, "request", 0)
-            retry_after = error.retry_after if isinstance(error, Backpressure) else 0.0
-            self._answer(request, Failure(error.code, str(error), retry_after))
+            self._answer(getattr(event, "request", 0), refusal(error))
         if not self.adoption.pending:
             self.pressure.relieve()
             self.recall.advance()

@@ -15,11 +15,11 @@ from tierkv.daemon import events, registry, statedir
 from tierkv.daemon.brain import Brain
 from tierkv.daemon.config import DaemonConfig
 from tierkv.daemon.http import HttpServer, Verdict, loop_verdict, version
+from tierkv.daemon.loop_contract import BrainLike
 from tierkv.daemon.metrics import Metrics
 from tierkv.daemon.policy import Thresholds
 from tierkv.daemon.policy_settings import policy_of
 from tierkv.daemon.pools import HOST_FILE
-from tierkv.daemon.server import BrainLike
 from tierkv.daemon.service import ALL_LAYERS, Service, ServiceConfig
 from tierkv.daemon.snapshot import Snapshot
 from tierkv.daemon.state import BrainConfig
