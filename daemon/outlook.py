@@ -170,7 +170,7 @@ def _from_host(state: State, facts: Facts) -> Iterator[str]:
         if state.config.demotion == "pressure":
             yield from _coming_back(state, facts)
     if exact and not pages.refused[slot]:
-        yield "is kept low-bit in host memory, too, when that is full and no colder page is left to compress"
+        yield "keeps only a low-bit copy when host memory is full and no colder page is left to compress"
     if facts.score < thresholds.drop_below:
         yield (
             f"is dropped for good when host memory is full: its score, {_number(facts.score)}, is below drop_below "

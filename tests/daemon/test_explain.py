@@ -8,6 +8,8 @@ import pytest
 from tests.daemon.test_brain import FRAME, append, opened, reserve, world
 from tests.stateful.world import WorkerSession, World
 from tierkv.daemon import events
+from tierkv.daemon.outlook import BECAUSE
+from tierkv.daemon.pages import REASONS
 from tierkv.daemon.policy import POLICIES, Thresholds
 from tierkv.errors import RequestError, UnknownSession
 from tierkv.protocol import Explained, Replica, Threshold
@@ -251,6 +253,11 @@ def test_ema_says_evict_when_attention_was_low_and_long_ago() -> None:
     reserve(w, session)
     w.write(session, [Run(Region.SCRATCHPAD, 1)], 1000)
     assert explain(w, session, 0).verdict == "evict: little attention, and not lately"
+
+
+def test_every_reason_for_a_change_of_tier_has_its_words() -> None:
+    """`recall` has two, by direction; `compaction` changes no tier."""
+    assert set(BECAUSE) == set(REASONS) - {"", "recall", "compaction"}
 
 
 @pytest.mark.parametrize("name", POLICIES)
