@@ -16,13 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from tierkv.daemon import events
+from tierkv.daemon import events, late
 from tierkv.daemon.adoption import Adoption
-from tierkv.daemon.allocator import PoolAllocator, aligned
+from tierkv.daemon.allocator import aligned
 from tierkv.daemon.events import Answer, Event, Instruction
+from tierkv.daemon.explain import explain
+from tierkv.daemon.failures import refusal
+from tierkv.daemon.frames import RETRY_AFTER_SECONDS, Frames
 from tierkv.daemon.integrity import check_integrity
 from tierkv.daemon.moves import Act, Moves
-from tierkv.daemon.pages import Goal, Guard, Ladder
+from tierkv.daemon.pages import Guard, Ladder
 from tierkv.daemon.pins import PIN_LEVELS, Pins
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.promotion import Promotion
@@ -39,12 +42,9 @@ from tierkv.errors import (
     RequestError,
     TierKVError,
 )
-from tierkv.protocol import BlankPage, Done, Failure, Reserved, Table
+from tierkv.protocol import BlankPage, Done, Explained, Failure, Reserved, Table
 from tierkv.regions import Region, parse_region
-from tierkv.table import NOWHERE, Kind, lay_out, pages_needed
-
-RETRY_AFTER_SECONDS = 0.002
-"""What a caller that must wait is told; a move of one page takes about this long."""
+from tierkv.table import NOWHERE, lay_out, pages_needed
 
 LEAST_BUDGET_PAGES = 3
 """One written, one that becomes low-bit, one to write next: with less a session would stop."""
@@ -65,6 +65,7 @@ class Brain:
         self.pins = Pins(self.state)
         self.scores = Scores(self.state)
         self.pressure = Pressure(self.state, self.moves, self.scores)
+        self.frames = Frames(self.state, self.pressure)
         self.recall = Recall(self.state, self.moves, self.pressure, self.scores)
         self.promotion = Promotion(self.state, self.moves, self.pressure, self.scores, self.recall)
         self.adoption = Adoption(self.state)
@@ -100,9 +101,7 @@ class Brain:
         try:
             self._handlers[type(event)](event)
         except TierKVError as error:
-            request = getattr(event, "request", 0)
-            retry_after = error.retry_after if isinstance(error, Backpressure) else 0.0
-            self._answer(request, Failure(error.code, str(error), retry_after))
+            self._answer(getattr(event, "request", 0), refusal(error))
         if not self.adoption.pending:
             self.pressure.relieve()
             self.recall.advance()
@@ -131,6 +130,10 @@ class Brain:
     def session_stats(self, session: int) -> dict[str, float]:
         """The same for one session. Raises `UnknownSession`."""
         return session_stats(self.state, session)
+
+    def explain(self, session: int, page: int = -1, token: int = -1) -> Explained:
+        """Why one page is where it is, as of the last event (`explain.explain`). Changes nothing, and is in no log."""
+        return explain(self.state, session, page, token)
 
     def _answer(self, request: int, result: Any) -> None:
         if request:
@@ -220,7 +223,7 @@ class Brain:
             block = state.hbm.allocate_block(aligned(model.state_bytes))
             if block is None:
                 state.forget_model(model)
-                raise self._full()
+                raise self.frames.full()
             model.state_offset = block
         session = Session(
             state.new_session_id(),
@@ -245,7 +248,7 @@ class Brain:
         frame = state.hbm.allocate(model.exact) if tail != NOWHERE else NOWHERE
         if frame is None:
             self.pressure.ask(parent, model.exact.frame)
-            raise self._full()
+            raise self.frames.full()
         child = Session(
             state.new_session_id(), parent.client, model, parent.options, parent.ladder, parent.region_pins,
             parent.tokens.copy(), parent.family,
@@ -309,54 +312,13 @@ class Brain:
         session.active_at = state.now
         if event.pages < 1:
             raise RequestError(f"cannot reserve {event.pages} pages; at least one")
-        frame = model.exact.frame
-        wanted = event.pages * frame
-        budget = session.options.hbm_budget
-        if wanted > state.hbm.size or (budget and wanted > budget):
-            raise OutOfCapacity(
-                f"{event.pages} pages are {wanted:,} bytes of exact K/V; the pool has {state.hbm.size:,}"
-                + (f" and the session's budget is {budget:,}" if budget else "")
-                + ": prefill in smaller chunks"
-            )
-        frames = self._frames_for(session, event.pages)
-        if not frames:
-            self.pressure.ask(session, wanted)
-            refusal = self._full()
-            if isinstance(refusal, OutOfCapacity):
-                frames = self._frames_for(session, event.pages, kept=0)
-            if not frames:
-                raise refusal
-        self.pressure.satisfied(session.id)
         blanks = []
-        for offset in frames:
+        for offset in self.frames.take(session, event.pages):
             page = state.new_page_id()
             slot = state.pages.add(page, model.index, session.id, offset, int(session.ladder))
             session.blanks.append(slot)
             blanks.append(BlankPage(page, offset))
         self._answer(event.request, Reserved(blanks))
-
-    def _frames_for(self, session: Session, count: int, kept: int | None = None) -> list[int]:
-        """`count` frames or none. The last one of the pool is kept for low-bit pages while none has a free slot: until
-        no page can become low-bit any more (`kept=0`).
-        """
-        state, model = self.state, session.model
-        if self.pressure.budget_room(session) < count * model.exact.frame:
-            return []
-        kept = self.pressure.kept_frames(model) if kept is None else kept
-        if state.hbm.free_frames(model.exact.frame) < count + kept:
-            return []
-        frames = [state.hbm.allocate(model.exact) for _ in range(count)]
-        return [frame for frame in frames if frame is not None]
-
-    def _full(self) -> TierKVError:
-        """Backpressure while room is on its way; `OutOfCapacity` when nothing can give way any more."""
-        if self.pressure.relieve() or any(c.quarantined for c in self.state.clients.values()):
-            self.state.counters.backpressure += 1
-            return Backpressure("HBM is full for the moment; room is being made", RETRY_AFTER_SECONDS)
-        return OutOfCapacity(
-            f"no room for a page and none may give way: {_use(self.state.hbm)} bytes of HBM and "
-            f"{_use(self.state.host)} of host are in use; close sessions, lift pins or budgets, or give the daemon more"
-        )
 
     def _committed(self, event: events.Committed) -> None:
         state, pages = self.state, self.state.pages
@@ -489,45 +451,9 @@ class Brain:
         state.dirty |= {s for s in state.quiet if s in state.sessions}
         state.quiet.clear()
         if not self.adoption.pending:
-            self._back_up_late()
-            self._summarize_late()
+            late.back_up(state, self.moves)
+            late.summarize(state, self.moves)
             self.promotion.tick()
-
-    def _back_up_late(self) -> None:
-        """Pages that sealed while the mover was busy or host was full get their backup now."""
-        pages = self.state.pages
-        if self.config.backup != "on_seal" or not self.config.host_bytes:
-            return
-        bare = (
-            pages.live & pages.sealed & ~pages.doomed & (pages.host == NOWHERE) & (pages.kind == Kind.EXACT)
-        )
-        bare &= (pages.ladder == Ladder.TIERED) & (pages.moving == 0) & (pages.retry_at <= self.state.now)
-        for slot in np.flatnonzero(bare).tolist():
-            if self.moves.full() or not self.moves.backup(slot):
-                break
-
-    def _summarize_late(self) -> None:
-        """Cold pages that found no room for a digest get it now."""
-        state, pages = self.state, self.state.pages
-        if not self.config.digest_share:
-            return
-        bare = pages.live & ~pages.doomed & (pages.kind == Kind.NONE) & (pages.host != NOWHERE)
-        bare &= (pages.digest == NOWHERE) & (pages.moving == 0) & (pages.goal == Goal.NONE)
-        spent: set[int] = set()  # sessions whose own budget holds no more digests
-        for slot in np.flatnonzero(bare & (pages.retry_at <= state.now)).tolist():
-            owner = int(pages.owner[slot])
-            if owner in spent:
-                continue
-            if self.moves.full():
-                break
-            if not self.moves.digest(slot):
-                if state.may_hold_digest(state.sessions.get(owner)):
-                    break
-                spent.add(owner)
-
-
-def _use(pool: PoolAllocator) -> str:
-    return f"{pool.used_bytes:,} of {pool.size:,}"
 
 
 def _truncate(chunks: list[Any], length: int) -> list[Any]:

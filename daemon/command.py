@@ -60,6 +60,9 @@ def daemon(
     http_port: Annotated[int | None, typer.Option(help="0 takes any free port.")] = None,
     codec: Annotated[str | None, typer.Option(help="Low-bit form of a page.")] = None,
     policy: Annotated[str | None, typer.Option(help="Which score decides what stays.")] = None,
+    policy_file: Annotated[
+        Path | None, typer.Option(help="A TOML file that names a policy and its settings.")
+    ] = None,
     demotion: Annotated[str | None, typer.Option(help="pressure or eager.")] = None,
     backup: Annotated[str | None, typer.Option(help="on_seal, on_demote or never.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
@@ -70,8 +73,8 @@ def daemon(
     """Own this node's KV pages until SIGTERM or Ctrl-C. `tierkv config show` lists every setting."""
     flags: dict[str, object] = {
         "hbm": hbm, "host": host, "state_dir": state_dir, "ray_address": ray_address, "http_host": http_host,
-        "http_port": http_port, "codec": codec, "policy": policy, "demotion": demotion, "backup": backup,
-        "log_level": log_level,
+        "http_port": http_port, "codec": codec, "policy": policy, "policy_file": policy_file, "demotion": demotion,
+        "backup": backup, "log_level": log_level,
     }  # fmt: skip
     try:
         run(load_config(flags | _pairs(setting or []), config))
@@ -115,6 +118,7 @@ def show_banner(loaded: Loaded, info: dict[str, Any]) -> None:
         ("hbm", show_size(info["hbm_bytes"], config.page_tokens)),
         ("host", show_size(info["host_bytes"], config.page_tokens)),
         ("codec, policy", f"{config.codec}, {config.policy} ({config.demotion}, backup {config.backup})"),
+        *([("policy file", str(config.policy_file))] if config.policy_file else []),
         ("metrics", f"{info['url']}/metrics"),
         ("life", _life(config)),
     ]

@@ -34,6 +34,9 @@ PREFIX = "TIERKV_"
 OTHER_VARIABLES = frozenset({"TIERKV_CONFIG", "TIERKV_CACHE"})
 """`TIERKV_*` variables that are not settings of the daemon: the file to read, and where models are cached."""
 
+DERIVED = {"policy_settings": "write the settings into a file, and name it as policy_file"}
+"""Settings that follow from others, and what to set instead."""
+
 SMALLEST_POOL = 4096
 """Bytes; a pool is mapped in pages of this size."""
 
@@ -75,6 +78,7 @@ def parse_pins(value: object) -> object:
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
+Number = int | float
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PinLevel = Literal["exact", "attendable"]
 
@@ -102,6 +106,10 @@ class DaemonConfig(BaseSettings):
     """Low-bit form of a page."""
     policy: str = "memdecay"
     """Which score decides what stays."""
+    policy_file: Annotated[Path | None, BeforeValidator(lambda value: value or None)] = None
+    """A TOML file that names a policy and its settings; read once, at the start."""
+    policy_settings: dict[str, Number | str | dict[str, Number | str]] = {}
+    """What `policy_file` says, every setting; it cannot be set on its own."""
     demotion: Literal["pressure", "eager"] = "pressure"
     """`pressure`: a page keeps its fast replica until HBM is wanted; `eager` frees it as soon as its score allows."""
     backup: Literal["on_seal", "on_demote", "never"] = "on_seal"
@@ -142,10 +150,27 @@ class DaemonConfig(BaseSettings):
     """Bytes a second that moves may take from decoding; 0 is unbounded."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("state_dir")
+    @model_validator(mode="before")
     @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return value.expanduser().absolute()
+    def _read_policy(cls, given: dict[str, object]) -> dict[str, object]:
+        """The policy of the file and its settings, unless they are given (an owner that restarts)."""
+        file, name = given.get("policy_file"), given.get("policy")
+        if not file or given.get("policy_settings"):
+            return given
+        from tierkv.daemon.policy import load
+        from tierkv.daemon.policy_settings import settings_of
+
+        policy = load(Path(str(file)).expanduser())
+        if name is not None and name != policy.name:
+            raise ConfigError(
+                f"policy = {name!r}, but the policy file {file} is of {policy.name!r}; leave one of the two out"
+            )
+        return given | {"policy": policy.name, "policy_settings": settings_of(policy)}
+
+    @field_validator("state_dir", "policy_file")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return value and value.expanduser().absolute()
 
     @field_validator("codec", "policy")
     @classmethod
@@ -222,14 +247,18 @@ def load_config(flags: Mapping[str, object] | None = None, file: str | Path | No
     origins = dict.fromkeys(DaemonConfig.model_fields, "default")
     for origin, layer in reversed(layers):
         for key in layer:
-            if key not in DaemonConfig.model_fields:
+            if key not in DaemonConfig.model_fields or key in DERIVED:
                 raise _unknown(key, origin)
         values |= layer
         origins |= dict.fromkeys(layer, origin)
     try:
-        return Loaded(DaemonConfig(**values), origins)  # type: ignore[arg-type]  # checked by pydantic
+        config = DaemonConfig(**values)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as error:
         raise ConfigError("\n".join(_say(problem, origins) for problem in error.errors())) from None
+    if config.policy_file is not None:
+        origin = f"policy file {config.policy_file}"
+        origins |= {"policy_settings": origin} | ({} if "policy" in values else {"policy": origin})
+    return Loaded(config, origins)
 
 
 def check_machine(config: DaemonConfig, root: Path = Path("/"), reusable: int = 0) -> None:
@@ -295,7 +324,9 @@ def _from_file(file: Path) -> dict[str, object]:
 
 
 def _unknown(key: str, origin: str) -> ConfigError:
-    names = list(DaemonConfig.model_fields)
+    if key in DERIVED:
+        return ConfigError(f"{key} ({origin}) cannot be set: {DERIVED[key]}")
+    names = [name for name in DaemonConfig.model_fields if name not in DERIVED]
     return ConfigError(
         f"there is no setting {key!r} ({origin}){_suggest(key, names)} (`tierkv config show` lists all)"
     )

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.daemon.allocator import SizeClass
-from tierkv.daemon.pages import Goal
+from tierkv.daemon.pages import Goal, Reason
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind
 
@@ -26,7 +26,7 @@ class HostRoom:
     def __init__(self, state: State) -> None:
         self._state = state
         self._compressing = False
-        self.drop: Callable[[int, str], None] = lambda slot, reason: None
+        self.drop: Callable[[int, Reason], None] = lambda slot, reason: None
         """Set by `Moves`: how a page is dropped."""
 
     def allocate(self, size_class: SizeClass, slot: int, compress: Callable[[int], bool]) -> int | None:

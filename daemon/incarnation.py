@@ -15,11 +15,11 @@ from tierkv.daemon import events, registry, statedir
 from tierkv.daemon.brain import Brain
 from tierkv.daemon.config import DaemonConfig
 from tierkv.daemon.http import HttpServer, Verdict, loop_verdict, version
+from tierkv.daemon.loop_contract import BrainLike
 from tierkv.daemon.metrics import Metrics
 from tierkv.daemon.policy import Thresholds
-from tierkv.daemon.policy import get as get_policy
+from tierkv.daemon.policy_settings import policy_of
 from tierkv.daemon.pools import HOST_FILE
-from tierkv.daemon.server import BrainLike
 from tierkv.daemon.service import ALL_LAYERS, Service, ServiceConfig
 from tierkv.daemon.snapshot import Snapshot
 from tierkv.daemon.state import BrainConfig
@@ -31,7 +31,7 @@ POLL_SECONDS = 0.02
 
 def thresholds(config: DaemonConfig) -> Thresholds:
     """The policy's own thresholds, with those that are set in their place."""
-    own = get_policy(config.policy).thresholds
+    own = policy_of(config.policy, config.policy_settings).thresholds
     given = {name: getattr(config, name) for name in Thresholds._fields}
     return own._replace(**{name: value for name, value in given.items() if value is not None})
 
@@ -43,7 +43,7 @@ def brain_config(config: DaemonConfig, hbm_bytes: int, host_bytes: int, epoch: i
         host_bytes=host_bytes,
         epoch=epoch,
         codec=config.codec,
-        policy=config.policy,
+        policy=policy_of(config.policy, config.policy_settings) if config.policy_settings else config.policy,
         page_tokens=config.page_tokens,
         straddle=config.layout == "straddling",
         demotion=config.demotion,

@@ -15,7 +15,7 @@ import numpy as np
 from tierkv.daemon.allocator import SizeClass
 from tierkv.daemon.events import Copy, FitCodec, Quantize, RequestToken, Summarize
 from tierkv.daemon.hostroom import HostRoom
-from tierkv.daemon.pages import Goal, Guard, Ladder, Outcome
+from tierkv.daemon.pages import REASONS, Goal, Guard, Ladder, Outcome, Reason
 from tierkv.daemon.sessions import Model
 from tierkv.daemon.state import Pool, State
 from tierkv.prefetch.digests import digest_shape
@@ -60,7 +60,7 @@ class Moves:
         self.room.drop = self.drop
         self.flying: dict[int, Move] = {}
         self._acts: dict[int, set[Act]] = {}  # slot -> what runs on it
-        self._reason: dict[int, str] = {}  # slot -> why it has a goal
+        self._reason: dict[int, Reason] = {}  # slot -> why it has a goal
         self._next = 1
         self._bandwidth_debt = 0.0
         self._debt_at = 0.0
@@ -82,7 +82,7 @@ class Moves:
 
     # Goals ---------------------------------------------------------------------------------------------------
 
-    def demote(self, slot: int, goal: Goal, reason: str) -> bool:
+    def demote(self, slot: int, goal: Goal, reason: Reason) -> bool:
         """Send a page towards low-bit or host. False when that cannot be done now; the page stays as it was."""
         self.state.pages.goal[slot] = goal
         self._reason[slot] = reason
@@ -187,15 +187,15 @@ class Moves:
             )
         after = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[kind]
         pages.goal[slot] = Goal.NONE
-        pages.moved_step[slot] = self._step_of(slot)
         reason = self._reason.pop(slot, "pressure")
+        self._note(slot, reason)
         if before == "host" and reason == "recall":
             pages.recalled[slot] = Outcome.PENDING
         state.counters.moved_pages[before, after, reason] += 1
         state.counters.recalled_pages += before == "host"
         state.touch(slot)
 
-    def drop(self, slot: int, reason: str) -> None:
+    def drop(self, slot: int, reason: Reason) -> None:
         """The page goes for good: no replica is left. Its tokens stay in the table, unattended."""
         state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
         if pages.exact[slot] != NOWHERE:
@@ -209,12 +209,16 @@ class Moves:
         pages.exact[slot] = pages.quant[slot] = pages.host[slot] = pages.digest[slot] = NOWHERE
         pages.kind[slot] = pages.host_kind[slot] = Kind.NONE
         pages.goal[slot] = Goal.NONE
+        self._note(slot, reason)
         state.counters.dropped_pages[state.region_label(slot), reason] += 1
         state.touch(slot)
 
-    def _step_of(self, slot: int) -> float:
-        session = self.state.sessions.get(int(self.state.pages.owner[slot]))
-        return float(session.step) if session else 0.0
+    def _note(self, slot: int, reason: Reason) -> None:
+        """The page has changed its tier."""
+        pages = self.state.pages
+        session = self.state.sessions.get(int(pages.owner[slot]))
+        pages.moved_step[slot] = session.step if session else 0.0
+        pages.moved_why[slot] = REASONS.index(reason)
 
     # Prepare -------------------------------------------------------------------------------------------------
 
@@ -475,6 +479,7 @@ class Moves:
             if pages.digest[slot] != NOWHERE:
                 state.retire("hbm", state.model_of(slot).digest, int(pages.digest[slot]), slot)
                 pages.digest[slot] = NOWHERE
+            self._note(slot, "checksum")
             state.counters.lost_pages += 1
             state.counters.dropped_pages[state.region_label(slot), "checksum"] += 1
         state.touch(slot)

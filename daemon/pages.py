@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,18 @@ class Outcome(IntEnum):
     USED = 2
 
 
+Reason = Literal[
+    "pressure", "budget", "threshold", "recall", "room", "pin", "hot", "compaction", "host-full", "checksum"
+]
+"""Why a page changes its tier."""
+
+REASONS = ("", *get_args(Reason))
+"""`PageStore.moved_why` is an index into it; 0: the page never moved."""
+
+NEVER = -np.inf
+"""`PageStore.moved_step` of a page that never moved."""
+
+
 class PageStore:
     """Arrays indexed by a page's slot. `index[id]` finds the slot; slots are reused, ids never."""
 
@@ -82,6 +95,7 @@ class PageStore:
         self.recalled = np.zeros(0, np.int8)  # Outcome of its last recall
         self.wanted_until = np.zeros(0, np.float32)  # decode step up to which a recalled page should stay
         self.moved_step = np.zeros(0, np.float32)  # decode step of the last tier change
+        self.moved_why = np.zeros(0, np.int8)  # index into REASONS: why it did
         self.retry_at = np.zeros(0, np.float64)
         self.refused = np.zeros(0, bool)  # the codec refused it: stays exact
         self.lossy = np.zeros(0, bool)  # no exact replica is left
@@ -108,7 +122,7 @@ class PageStore:
         self.id[slot], self.model[slot], self.owner[slot] = page, model, session
         self.refs[slot], self.live[slot], self.ladder[slot] = 1, True, ladder
         self.exact[slot], self.quant[slot], self.host[slot] = exact, NOWHERE, NOWHERE
-        self.digest[slot] = NOWHERE
+        self.digest[slot], self.moved_step[slot] = NOWHERE, NEVER
         self.kind[slot] = Kind.EXACT if exact != NOWHERE else Kind.NONE
         self.index[page] = slot
         return slot

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.daemon.moves import Moves
-from tierkv.daemon.pages import Goal, Guard, Ladder
+from tierkv.daemon.pages import Goal, Guard, Ladder, Reason
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.recall import Recall
 from tierkv.daemon.scoring import Scores, Slots
@@ -111,7 +111,7 @@ class Promotion:
         resident = [s for s in hot.tolist() if self._residency(s) >= state.config.min_residency_steps]
         return self._promote_exact(np.array(resident, np.int64), spare, "hot")
 
-    def _promote_exact(self, slots: Slots, spare: int, reason: str) -> int:
+    def _promote_exact(self, slots: Slots, spare: int, reason: Reason) -> int:
         for slot in reversed(list(self._scores.coldest_first(slots))):
             frame = self._state.model_of(slot).exact.frame
             if spare < frame or self._moves.full():

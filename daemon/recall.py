@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.daemon.events import Answer, Recalled
+from tierkv.daemon.failures import refusal
 from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import Goal, Guard, Ladder, Outcome
 from tierkv.daemon.pressure import Pressure
@@ -23,7 +24,7 @@ from tierkv.daemon.scoring import Scores, Slots
 from tierkv.daemon.sessions import Session
 from tierkv.daemon.state import State
 from tierkv.errors import UnknownSession
-from tierkv.protocol import Failure, Ready
+from tierkv.protocol import Ready
 from tierkv.table import NOWHERE, Kind
 
 SMOOTHING = 0.5
@@ -107,7 +108,7 @@ class Recall:
             if session is None:
                 del self._waiting[number]
                 gone = UnknownSession(f"session {number} was closed while it waited for pages")
-                state.out.append(Answer(waiting.request, Failure(gone.code, str(gone))))
+                state.out.append(Answer(waiting.request, refusal(gone)))
                 continue
             missing = waiting.left = [slot for slot in waiting.left if self._is_missing(slot)]
             if state.now > waiting.until:

@@ -5,7 +5,7 @@ The loop copies nothing, encodes nothing and waits for nobody. A request that ca
 one that cannot be right is refused, and an exception in a handler is answered, counted and survived.
 
 Epochs: a request that names another epoch is answered `owner-unavailable`, which makes its worker attach again.
-`Ping`, `Stats` and `Drain` are answered to anyone who may open the socket; epoch 0 means "whichever".
+`Ping`, `Stats`, `Explain` and `Drain` are answered to anyone who may open the socket; epoch 0 means "whichever".
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import zmq
 
 from tierkv import errors
 from tierkv.daemon import events
+from tierkv.daemon.at_once import AT_ONCE, answer
+from tierkv.daemon.failures import fault, refusal
+from tierkv.daemon.loop_contract import BrainLike, MoveSink, NoMetrics, ServerMetrics
 from tierkv.daemon.peers import MAX_PENDING, Peer
 from tierkv.daemon.requests import MAX_ID, to_event
 from tierkv.daemon.snapshot import Snapshot
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.protocol import (
     MAX_HEADER_BYTES,
-    Done,
     Drain,
     Failure,
     Fork,
     Open,
     Operation,
-    Ping,
     Reply,
     Request,
     Result,
     SessionState,
-    Stats,
-    StatsResult,
     Table,
     decode_request,
     encode,
@@ -73,64 +72,6 @@ GAP_SECONDS = 1.0
 """A loop that did not run for so long (stopped, swapped) cannot blame workers for silence: leases restart."""
 
 Lost = tuple[tuple[int, int, int], ...]
-
-
-class BrainLike(Protocol):
-    """What the loop needs of `tierkv.daemon.brain.Brain`."""
-
-    def handle(self, event: events.Event, now: float) -> list[events.Instruction]: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    def session_stats(self, session: int) -> dict[str, float]:
-        """Raises `UnknownSession`."""
-        ...
-
-
-class MoveSink(Protocol):
-    """What the loop needs of the mover."""
-
-    def submit(self, move: events.Quantize | events.Copy | events.Summarize | events.FitCodec) -> None: ...
-
-    def revive(self) -> None: ...
-
-
-class ServerMetrics(Protocol):
-    """Called from the loop's thread; must not block."""
-
-    def request(self, op: str, seconds: float) -> None:
-        """A request was answered, `seconds` after it was read."""
-        ...
-
-    def refused(self, op: str, code: str) -> None: ...
-
-    def malformed(self) -> None: ...
-
-    def handler_error(self) -> None: ...
-
-    def workers(self, count: int) -> None: ...
-
-    def lease_expired(self) -> None: ...
-
-    def tick(self) -> None: ...
-
-
-class NoMetrics:
-    """Counts nothing."""
-
-    def request(self, op: str, seconds: float) -> None: ...
-
-    def refused(self, op: str, code: str) -> None: ...
-
-    def malformed(self) -> None: ...
-
-    def handler_error(self) -> None: ...
-
-    def workers(self, count: int) -> None: ...
-
-    def lease_expired(self) -> None: ...
-
-    def tick(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -364,9 +305,7 @@ class OwnerLoop:
             return
         if peer is not None:
             self._heard(peer, now)
-        if isinstance(request.op, (Ping, Stats, Drain)) and (
-            peer is None or request.epoch in (0, self._epoch)
-        ):
+        if isinstance(request.op, AT_ONCE) and (peer is None or request.epoch in (0, self._epoch)):
             self._acknowledge(peer, request, now)
             self._answer_now(identity, peer, request, len(buffers), now)
             return
@@ -377,7 +316,7 @@ class OwnerLoop:
                 else "this worker is not attached"
             )
             self._send_raw(
-                identity, self._reply(request.id, Failure("owner-unavailable", f"{why}; attach again"))
+                identity, self._reply(request.id, refusal(errors.OwnerUnavailable(f"{why}; attach again")))
             )
             return
         if peer.is_pending(request.id):
@@ -403,28 +342,23 @@ class OwnerLoop:
     def _answer_now(
         self, identity: bytes, peer: Peer | None, request: Request, buffers: int, now: float
     ) -> None:
-        """Answers that need no brain, or only its numbers. Not remembered: asking twice does no harm."""
-        result: Result = Done()
-        if buffers:
-            result = _failure(errors.ProtocolError(f"{buffers} buffers came with an operation that has none"))
-        elif isinstance(request.op, Stats):
-            result = self._stats(request.op.session)
-        elif isinstance(request.op, Drain):
-            self._feed(events.Draining())
+        try:
+            if buffers:
+                raise errors.ProtocolError(f"{buffers} buffers came with an operation that has none")
+            if isinstance(request.op, Drain):
+                self._feed(events.Draining())
+            result = answer(self._brain, request.op)
+        except TierKVError as error:
+            result = refusal(error)
+        except Exception as error:
+            self._survive(f"{_name(request.op)} failed")
+            result = fault(error)
         raw = self._reply(request.id, result)
         if peer is not None:
             peer.outbox.append(raw)
         else:
             self._send_raw(identity, raw)
         self._metrics.request(_name(request.op), time.monotonic() - now)
-
-    def _stats(self, session: int) -> Result:
-        try:
-            return StatsResult(
-                self._brain.snapshot().flat() if session < 0 else self._brain.session_stats(session)
-            )
-        except TierKVError as error:
-            return _failure(error)
 
     def _execute(self, peer: Peer, request: Request, buffers: list[memoryview], now: float) -> None:
         if len(peer.pending) >= MAX_PENDING:
@@ -449,7 +383,7 @@ class OwnerLoop:
 
     def _fail(self, peer: Peer, request: Request, error: TierKVError) -> None:
         self._metrics.refused(_name(request.op), error.code)
-        peer.remember(Reply(request.id, self._epoch, _failure(error)))
+        peer.remember(Reply(request.id, self._epoch, refusal(error)))
 
     # The brain ---------------------------------------------------------------------------------------------------
 
@@ -460,7 +394,7 @@ class OwnerLoop:
         except Exception as error:
             self._survive(f"the brain failed on {type(event).__name__}")
             if token in self._pending:
-                self._answer(token, Failure("error", f"{type(error).__name__} in the daemon: {error}"))
+                self._answer(token, fault(error))
 
     def _dispatch(self, instructions: list[events.Instruction]) -> None:
         for instruction in instructions:
@@ -496,7 +430,7 @@ class OwnerLoop:
         peer = self._peers.get(pending.client)
         if peer is not None:
             late = errors.OwnerUnavailable("the deadline passed before the answer was there")
-            peer.remember(Reply(pending.request, self._epoch, _failure(late)))
+            peer.remember(Reply(pending.request, self._epoch, refusal(late)))
 
     def _undo(self, pending: _Pending, result: Result) -> None:
         """A session that nobody waits for any more is closed again."""
@@ -523,11 +457,6 @@ class OwnerLoop:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             return False
-
-
-def _failure(error: TierKVError) -> Failure:
-    retry_after = error.retry_after if isinstance(error, errors.Backpressure) else 0.0
-    return Failure(error.code, str(error), retry_after)
 
 
 def _name(op: Operation) -> str:

@@ -24,9 +24,10 @@ from pathlib import Path
 
 from tierkv.daemon import events, registry
 from tierkv.daemon.attach import Admission, AttachServer, Peer
+from tierkv.daemon.loop_contract import BrainLike, ServerMetrics
 from tierkv.daemon.mover import Mover, OnMove
 from tierkv.daemon.pools import BytePool, DevicePool, DevicePools, HbmPool, HostPool, round_down
-from tierkv.daemon.server import BrainLike, OwnerLoop, ServerMetrics
+from tierkv.daemon.server import OwnerLoop
 from tierkv.errors import ConfigError
 from tierkv.handshake import socket_path
 from tierkv.protocol import PROTOCOL_VERSION, REQUEST_SOCKET, Attach, Attached, Refused

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from tierkv.daemon.counters import Counters
 from tierkv.daemon.moves import Moves
 from tierkv.daemon.state import State
-from tierkv.errors import UnknownSession
 from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
 
@@ -147,9 +146,7 @@ def _tier_bytes(state: State, slots: NDArray[np.int64]) -> dict[str, int]:
 
 def session_stats(state: State, session_id: int) -> dict[str, float]:
     """Pages by tier, bytes and clock of one session. Raises `UnknownSession`."""
-    session = state.sessions.get(session_id)
-    if session is None:
-        raise UnknownSession(f"session {session_id} is not open")
+    session = state.any_session(session_id)
     slots = session.pages.view
     tier = np.bincount(tiers_of(state, slots), minlength=len(TIERS))
     pages, model = state.pages, session.model

@@ -17,7 +17,7 @@ from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
 from tierkv.daemon.counters import Counters
 from tierkv.daemon.events import Instruction, SendPlan
 from tierkv.daemon.pages import PageStore
-from tierkv.daemon.policy import Thresholds
+from tierkv.daemon.policy import Policy, Thresholds
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.sessions import Client, Model, Session
 from tierkv.errors import BudgetTooSmall, GeometryMismatch, UnknownSession
@@ -32,20 +32,24 @@ Pool = Literal["hbm", "host"]
 PAGE_ID_EPOCH_SHIFT = 40
 """Page ids are `epoch << 40 | n`, so that an adopting owner never gives out an id that a worker holds."""
 
+SESSIONS_NAMED = 8
+"""Open sessions that an error names."""
+
 
 @dataclass(frozen=True)
 class BrainConfig:
     """Sizes in bytes, watermarks as free fractions of HBM, bandwidth in bytes a second (0: unbounded).
 
-    `digest_share` is the fraction of HBM that digests of cold pages may take (0: none are made), `digest_layers` how
-    many of a page's last layers they describe (0: all).
+    `policy` is a name, or the policy itself where its settings are not the defaults. `digest_share` is the fraction of
+    HBM that digests of cold pages may take (0: none are made), `digest_layers` how many of a page's last layers they
+    describe (0: all).
     """
 
     hbm_bytes: int
     host_bytes: int
     epoch: int = 1
     codec: str = "k3v2"
-    policy: str = "memdecay"
+    policy: str | Policy = "memdecay"
     page_tokens: int = 16
     straddle: bool = False
     demotion: Literal["pressure", "eager"] = "pressure"
@@ -81,7 +85,7 @@ class State:
     def __init__(self, config: BrainConfig) -> None:
         self.config = config
         self.codec = get_codec(config.codec)
-        self.policy = get_policy(config.policy)
+        self.policy = get_policy(config.policy) if isinstance(config.policy, str) else config.policy
         self.thresholds = config.thresholds or self.policy.thresholds
         self.pages = PageStore()
         self.sessions: dict[int, Session] = {}
@@ -117,6 +121,19 @@ class State:
         found = self.sessions.get(session)
         if found is None or found.client != client:
             raise UnknownSession(f"session {session} is not open for this worker; open one first")
+        return found
+
+    def any_session(self, session: int) -> Session:
+        """The session, whoever has it; raises `UnknownSession`, which names some that are open."""
+        found = self.sessions.get(session)
+        if found is None:
+            some = ", ".join(str(number) for number in list(self.sessions)[-SESSIONS_NAMED:])
+            more = (
+                f" ({len(self.sessions)} are; these are the latest)"
+                if len(self.sessions) > SESSIONS_NAMED
+                else ""
+            )
+            raise UnknownSession(f"session {session} is not open; open: {some or 'none'}{more}")
         return found
 
     def new_page_id(self) -> int:

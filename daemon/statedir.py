@@ -17,6 +17,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -179,11 +180,20 @@ def read_http(state_dir: Path) -> HttpRecord | None:
 
 
 def differences(theirs: dict[str, object], ours: dict[str, object]) -> str:
-    """`hbm (4096 there, 8192 here), ...` for settings that both have; empty when they agree."""
-    shared = sorted(theirs.keys() & ours.keys())
-    return ", ".join(
-        f"{key} ({theirs[key]!r} there, {ours[key]!r} here)" for key in shared if theirs[key] != ours[key]
-    )
+    """`hbm (4096 there, 8192 here), ...` for settings that both have; empty when they agree.
+
+    Of tables with the same keys, the entries: `policy_settings.half_life.plan (52.0 there, 60.0 here)`.
+    """
+    return ", ".join(_differences(theirs, ours, ""))
+
+
+def _differences(theirs: dict[str, object], ours: dict[str, object], within: str) -> Iterator[str]:
+    for key in sorted(theirs.keys() & ours.keys()):
+        there, here = theirs[key], ours[key]
+        if isinstance(there, dict) and isinstance(here, dict) and there.keys() == here.keys():
+            yield from _differences(there, here, f"{within}{key}.")
+        elif there != here:
+            yield f"{within}{key} ({there!r} there, {here!r} here)"
 
 
 def _refusal(state_dir: Path, holder: Holder | None, config: dict[str, object]) -> str:

@@ -31,6 +31,8 @@ from tierkv.protocol import (
     Attached,
     Done,
     Drain,
+    Explain,
+    Explained,
     GeometryFields,
     Open,
     Operation,
@@ -186,6 +188,24 @@ class Client:
         if not isinstance(result, StatsResult):
             raise failed(result)
         return result.values
+
+    def explain(self, session: int, page: int | None = None, *, token: int | None = None) -> Explained:
+        """Why a page of a session is where it is, and what would move it next.
+
+        Args:
+            session: its id; any session of the daemon, not only this client's.
+            page: row in the session's page table, from 0.
+            token: or a token instead: the page that holds it.
+
+        Raises:
+            UnknownSession: it is not open; the message names some that are.
+            RequestError: no such page or token, or not exactly one of the two is given.
+        """
+        given = [-1 if number is None else number for number in (page, token)]
+        result = self._ask(Explain(session, *given), "explain")
+        if not isinstance(result, Explained):
+            raise failed(result)
+        return result
 
     def ping(self) -> float:
         """Seconds that an answer of the daemon took."""

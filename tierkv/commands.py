@@ -1,19 +1,22 @@
 """The commands of `tierkv`. Every one takes `--json` and, but for `replay`, reads only; 1 is the exit code when no
 daemon answers.
 
-`status` and `stats` ask over HTTP, which answers whatever the loop does; `ping` and `replay` take a worker's way.
+`status` and `stats` ask over HTTP, which answers whatever the loop does; `explain`, `ping` and `replay` take a worker's
+way.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import statistics
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from tierkv.daemon.config import load_config
@@ -51,6 +54,7 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
                 ("endpoint", now["endpoint"]),
                 ("http", now["url"]),
                 ("codec, policy", f"{now['codec']}, {now['policy']}"),
+                *([("policy file", file)] if (file := now["config"]["policy_file"]) else []),
                 (
                     "sessions",
                     f"{stats['sessions']:.0f} of {stats['workers']:.0f} workers, {stats['tokens']:,.0f} tokens",
@@ -94,8 +98,24 @@ def stats(
         )
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
+@app.command()
+def explain(
+    session: Annotated[int, typer.Argument(help="Its id: `session.id` in the worker.")],
+    page: Annotated[int | None, typer.Argument(help="Row in its page table, from 0.")] = None,
+    token: Annotated[int | None, typer.Option(help="The page that holds this token instead.")] = None,
+    state_dir: StateDir = None,
+    as_json: Json = False,
+) -> None:
+    """Why a page is where it is, and what would move it next. Reads only: no score changes by it."""
+    with plain_errors():
+        import tierkv
+        from tierkv.explained import rows
+
+        with tierkv.connect(state_dir) as client:
+            told = client.explain(session, page, token=token)
+        if as_json:
+            return _print_json(_finite(msgspec.to_builtins(told)))
+        _print_rows(rows(told))
 
 
 @app.command()
@@ -212,6 +232,13 @@ def _print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
 
 
+def _finite(value: Any) -> Any:
+    """Infinite numbers, which JSON lacks, as `inf` and `-inf`."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _print_rows(rows: list[tuple[str, str]]) -> None:
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
@@ -226,4 +253,6 @@ def _filled(stats: dict[str, float], pool: str) -> str:
 def _show(key: str, value: object) -> str:
     if key in ("hbm", "host") and isinstance(value, int):
         return f"{show_bytes(value)} ({value:,} bytes)"
+    if key == "policy_file":
+        return str(value) if value else "none"
     return "the policy's own" if value is None else json.dumps(value)

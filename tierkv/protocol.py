@@ -28,7 +28,7 @@ import msgspec
 from tierkv.errors import ProtocolError
 from tierkv.geometry import DTypeName
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_HEADER_BYTES = 64 << 20
 MAX_REQUEST_PAGES = 65_536
 ATTACH_SOCKET = "attach.sock"
@@ -264,6 +264,14 @@ class Stats(_Struct, tag="stats"):
     session: int = -1
 
 
+class Explain(_Struct, tag="explain"):
+    """Why a page is where it is: row `page` of the session's table, or the page of token `token`; one of them is -1."""
+
+    session: int
+    page: int = -1
+    token: int = -1
+
+
 class Ping(_Struct, tag="ping"):
     pass
 
@@ -272,7 +280,9 @@ class Drain(_Struct, tag="drain"):
     """Stop admitting sessions and pages; finish moves."""
 
 
-Operation = Open | Fork | Crop | Close | Reserve | Commit | Observe | Recall | Pin | Stats | Ping | Drain
+Operation = (
+    Open | Fork | Crop | Close | Reserve | Commit | Observe | Recall | Pin | Stats | Explain | Ping | Drain
+)
 
 
 class Request(_Struct, kw_only=True):
@@ -312,6 +322,71 @@ class StatsResult(_Struct, tag="stats"):
     values: dict[str, float]
 
 
+class Replica(_Struct):
+    """One copy of a page: `exact`, `low-bit` or a `digest`, in `hbm` or `host`."""
+
+    form: str
+    pool: str
+    bytes: int
+
+
+class Threshold(_Struct):
+    """`met`: the score stands where the name says; a score equal to the value is above it."""
+
+    value: float
+    met: bool
+
+
+class Explained(_Struct, tag="explained", kw_only=True):
+    """What is known of one page. `why` and `next` say it in sentences; the rest is what they follow from.
+
+    Attributes:
+        clock: the step by which scores age: ahead of `step` while the session is paused.
+        page: row in the session's table, of `pages` rows; `id` is its number everywhere.
+        start: first token; it holds `tokens` from there on.
+        open: it still takes tokens, and is not moved until it is full.
+        shared_by: sessions that name it.
+        tier: what attention reads: `hbm` (exact), `quantized`, `host` (not attended in place of HBM) or `dropped`.
+        goal: where it is on its way to; empty: nowhere.
+        moved_ago: decode steps since the last change of tier, None if there was none; `moved_why` is its reason.
+        guards: how far it may be demoted, by reason (`pin`, `sink`, `recent`, `stopped`): `exact`, `recent`
+            (exact, unless nothing else can give way) or `attendable` (may be low-bit, not leave HBM).
+        score: the highest that the policy gives it in any session; `scored_by` is that session, of its tokens are
+            `terms`, and `verdict` is what the policy's own rule would do, in words, if it has one.
+        rank: 1 for the lowest score of the session's pages; equals share a rank.
+        mass: share of attention, observed or, while it is cold, estimated; over the latest observations.
+    """
+
+    session: int
+    step: int
+    clock: float
+    page: int
+    pages: int
+    id: int
+    start: int
+    tokens: int
+    region: str
+    open: bool
+    shared_by: int
+    tier: str
+    replicas: list[Replica]
+    goal: str
+    moved_ago: float | None
+    moved_why: str
+    ladder: str
+    guards: dict[str, str]
+    policy: str
+    score: float
+    scored_by: int
+    terms: dict[str, float]
+    verdict: str
+    rank: int
+    thresholds: dict[str, Threshold]
+    mass: float
+    why: str
+    next: list[str]
+
+
 class Failure(_Struct, tag="failure"):
     """`code` names a class of `tierkv.errors`; `retry_after` in seconds for backpressure."""
 
@@ -320,7 +395,7 @@ class Failure(_Struct, tag="failure"):
     retry_after: float = 0.0
 
 
-Result = Done | Table | Reserved | Ready | StatsResult | Failure
+Result = Done | Table | Reserved | Ready | StatsResult | Explained | Failure
 
 
 class Reply(_Struct, tag="reply"):

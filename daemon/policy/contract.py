@@ -71,3 +71,7 @@ class Policy(ABC):
     def terms(self, tokens: TokenState, step: float, span: slice) -> dict[str, float]:
         """What the score of a page of the tokens `span` is made of: means over them, unless said otherwise."""
         return {}
+
+    def verdict(self, terms: dict[str, float]) -> str:
+        """What the method's own rule would do with a page of these `terms`, in words; empty where it has none."""
+        return ""

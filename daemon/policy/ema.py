@@ -37,6 +37,14 @@ def verdict(ema: float, steps: float) -> Literal["keep", "watch", "evict"]:
     return "watch" if high or recent else "evict"
 
 
+WORDS = {
+    (True, True): "much attention, and lately",
+    (True, False): "much attention, but not lately",
+    (False, True): "little attention, but lately",
+    (False, False): "little attention, and not lately",
+}
+"""Of a high average, of a recent access."""
+
 THRESHOLDS = Thresholds(quantize_below=0.9, offload_below=0.5, drop_below=0.0, promote_above=0.95)
 """On a scale of 0 to 1. Without attention (e = 0) the score is exp(-beta n): .9 after 105 steps, .5 after 693.
 `drop_below` 0 means never."""
@@ -86,3 +94,7 @@ class Ema(Policy):
             "recency": recency,
             "priority": (1 - average) * (1 - recency),
         }
+
+    def verdict(self, terms: dict[str, float]) -> str:
+        ema, steps = terms["ema"], terms["steps"]
+        return f"{verdict(ema, steps)}: {WORDS[ema >= HIGH, steps < OLD_STEPS]}"

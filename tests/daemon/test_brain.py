@@ -7,7 +7,7 @@ import pytest
 
 from tests.stateful.world import LARGE, SMALL, WorkerSession, World
 from tierkv.daemon import events
-from tierkv.daemon.policy import Thresholds
+from tierkv.daemon.policy import POLICIES, Thresholds
 from tierkv.daemon.state import BrainConfig
 from tierkv.protocol import Failure, Reserved, SessionOptions
 from tierkv.regions import Region, Run
@@ -33,18 +33,22 @@ def opened(world: World, **options: object) -> WorkerSession:
     return session
 
 
+def reserve(world: World, session: WorkerSession) -> None:
+    """One page, waiting for room like a worker does."""
+    for _ in range(100):
+        result = world.reserve(session, 1)
+        if isinstance(result, Reserved):
+            return
+        assert isinstance(result, Failure) and result.code == "backpressure", result
+        world.now += 0.01
+        world.settle()
+    raise AssertionError("no room after 100 tries")
+
+
 def append(world: World, session: WorkerSession, pages: int, region: Region = Region.USER) -> None:
-    """Write `pages` whole pages, one at a time, waiting for room like a worker does."""
+    """Write `pages` whole pages, one at a time."""
     for _ in range(pages):
-        for _ in range(100):
-            result = world.reserve(session, 1)
-            if isinstance(result, Reserved):
-                break
-            assert isinstance(result, Failure) and result.code == "backpressure", result
-            world.now += 0.01
-            world.settle()
-        else:
-            raise AssertionError("no room after 100 tries")
+        reserve(world, session)
         assert not isinstance(world.write(session, [Run(region, 4)], 0), Failure)
         world.adopt_plans(session, acknowledge=True)
 
@@ -81,6 +85,43 @@ def test_the_lowest_scored_region_leaves_first() -> None:
     w.settle()
     cold = {Region(row.region) for row in session.rows if row.kind == Kind.NONE}
     assert cold == {Region.SCRATCHPAD}, "eighty pages do not fit ten frames; scratchpad is worth least"
+
+
+@pytest.mark.parametrize("demotion", ["pressure", "eager"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_decides_under_pressure(name: str, demotion: str) -> None:
+    """Validated after every event; the bytes that a worker reads are its own (`World.check_reads`)."""
+    w = world(
+        hbm_frames=12, host_frames=300, policy=name, thresholds=None, demotion=demotion, digest_share=0.1
+    )
+    session = opened(w)
+    for turn in range(6):
+        append(w, session, 6, Region.USER)
+        append(w, session, 6, Region.TOOL_OUT)
+        for _ in range(4):
+            if not session.tail_open:
+                reserve(w, session)
+            assert not isinstance(w.write(session, [Run(Region.SCRATCHPAD, 1)], 1), Failure)
+            mass = np.full(session.length, 0.5 / session.length, np.float32)
+            mass[turn] += 0.5
+            w.ask(events.Observed, "a", session.id, session.step, mass)
+            w.now += 0.3
+            w.feed(events.Tick())
+            w.settle()
+    counters = w.brain.snapshot().counters
+    assert (
+        sum(n for (before, after, _), n in counters.moved_pages.items() if after in ("quantized", "host"))
+        > 20
+    )
+    assert counters.dropped_pages.total() == counters.lost_pages == 0
+    assert kinds(session)[0] == Kind.EXACT and kinds(session)[-2:] == [Kind.EXACT] * 2
+    assert np.isfinite(w.brain.state.pages.score[session_slots(w, session)]).all()
+    again = type(w.brain).replay(w.config, w.brain.log)
+    assert again.snapshot().flat() == w.brain.snapshot().flat()
+
+
+def session_slots(world: World, session: WorkerSession) -> list[int]:
+    return [world.brain.state.pages.index[row.page] for row in session.rows]
 
 
 def test_a_full_pool_without_host_memory_says_out_of_capacity_not_retry() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 
 from tierkv.daemon.config import DaemonConfig, check_machine, exact_tokens, load_config, parse_size
 from tierkv.daemon.limits import memory_limits
+from tierkv.daemon.policy.lift import MemDecayLift
+from tierkv.daemon.policy_settings import policy_of
 from tierkv.errors import ConfigError
+from tierkv.regions import Region
 
 GIB = 1 << 30
 
@@ -256,3 +261,98 @@ def test_tokens_of_a_size_are_whole_pages_of_the_named_models() -> None:
     # SmolLM2-135M: 30 x 2 x 3 x 64 x 2 = 23,040 bytes.
     assert exact_tokens(8 * GIB, 16) == {"8B model": 65_536, "SmolLM2-135M": 8 * GIB // (16 * 23_040) * 16}
     assert exact_tokens(16 * 131_072 - 1, 16)["8B model"] == 0
+
+
+# A policy of a file ----------------------------------------------------------------------------------------------
+
+POLICY = """
+policy = "memdecay-lift"
+rho = 0.5
+[half_life]
+plan = inf
+user = 7.0
+[thresholds]
+offload_below = 0.25
+"""
+
+
+def test_a_policy_file_names_the_policy_and_every_setting_is_kept(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tmp_path / "lift.toml"
+    policy.write_text(POLICY)
+    file.write_text(f'policy_file = "{policy}"\n')
+    monkeypatch.chdir(tmp_path)
+    by_file, origins = load_config(file=file)
+    by_flag = load_config({"policy_file": "lift.toml"}).config
+    monkeypatch.setenv("TIERKV_POLICY_FILE", str(policy))
+    by_environment = load_config().config
+    assert by_file == by_flag == by_environment
+    assert (by_file.policy, by_file.policy_file) == ("memdecay-lift", policy)
+    settings = by_file.policy_settings
+    assert (settings["rho"], settings["alpha"]) == (0.5, 4.0)  # given, and the default
+    assert settings["half_life"]["user"] == 7.0  # type: ignore[index,call-overload]
+    assert origins["policy"] == origins["policy_settings"] == f"policy file {policy}"
+    assert origins["policy_file"] == f"file {file}"
+
+
+def test_a_restart_has_the_settings_that_the_file_had(tmp_path: Path) -> None:
+    policy = tmp_path / "lift.toml"
+    policy.write_text(POLICY)
+    plain = load_config({"policy_file": policy}).config.model_dump(mode="json")
+    policy.unlink()
+    carried = json.loads(
+        json.dumps(plain, allow_nan=False)
+    )  # strict JSON: what locks and /status are written in
+    again = DaemonConfig(**carried)
+    assert again.model_dump(mode="json") == plain
+    chosen = policy_of(again.policy, again.policy_settings)
+    assert isinstance(chosen, MemDecayLift)
+    assert (chosen.rho, chosen.half_life[Region.PLAN], chosen.half_life[Region.USER]) == (0.5, math.inf, 7.0)
+    assert chosen.thresholds.offload_below == 0.25
+
+
+def test_a_policy_by_name_agrees_with_the_file_or_is_refused(tmp_path: Path) -> None:
+    policy = tmp_path / "lift.toml"
+    policy.write_text(POLICY)
+    loaded = load_config({"policy": "memdecay-lift", "policy_file": policy})
+    assert loaded.config.policy_settings["rho"] == 0.5
+    assert loaded.origins["policy"] == "command line"
+    with pytest.raises(
+        ConfigError, match=r"policy = 'h2o', but the policy file .*lift.toml is of 'memdecay-lift'"
+    ):
+        load_config({"policy": "h2o", "policy_file": policy})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        ("policy = ", "cannot be read"),
+        ("rho = 0.5\n", "does not say which policy"),
+        ('policy = "mem-decay"\n', "did you mean 'memdecay'"),
+        ('policy = "h2o"\nrho = 0.5\n', "no setting 'rho'"),
+        ('policy = "memdecay"\nrho = 2.0\n', "rho"),
+        ('policy = "memdecay"\n[half_life]\nplann = 1\n', "did you mean 'plan'"),
+    ],
+)
+def test_a_policy_file_that_cannot_be_used_is_refused_with_its_name(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
+    policy = tmp_path / "broken.toml"
+    if text is not None:
+        policy.write_text(text)
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_config({"policy_file": policy})
+    assert str(policy) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_settings_of_a_policy_come_from_its_file_only() -> None:
+    with pytest.raises(ConfigError, match=r"policy_settings \(command line\) cannot be set: .*policy_file"):
+        load_config({"policy_settings": {"rho": 0.1}})
+
+
+def test_an_empty_policy_file_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERKV_POLICY_FILE", "")
+    config = load_config().config
+    assert (config.policy_file, config.policy, config.policy_settings) == (None, "memdecay", {})

@@ -16,9 +16,11 @@ import pytest
 
 import tierkv
 from tierkv.daemon import statedir
+from tierkv.daemon.brain import Brain
 from tierkv.daemon.config import load_config
 from tierkv.daemon.events import Tick
 from tierkv.daemon.incarnation import Incarnation, brain_config
+from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.state import BrainConfig
 from tierkv.errors import ConfigError, StateDirectoryLocked
 
@@ -106,6 +108,36 @@ def test_status_names_each_values_origin(owner: Incarnation) -> None:
     assert status["origins"]["hbm"] == "command line"
     assert status["origins"]["codec"] == "default"
     assert status["ready"] == {"reason": ""}
+
+
+def test_a_policy_file_is_in_the_status_and_in_what_a_second_start_compares(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('policy = "ema"\na = 0.05\n[thresholds]\noffload_below = -inf\n')
+    owner = start(tmp_path / "s", policy_file=file)
+    try:
+        config = json.loads(get(owner, "/status")[1])["config"]
+        assert (config["policy"], config["policy_file"]) == ("ema", str(file))
+        assert config["policy_settings"]["a"] == 0.05
+        assert config["policy_settings"]["thresholds"]["offload_below"] == "-inf"
+        with pytest.raises(StateDirectoryLocked, match="is the same as yours"):
+            start(tmp_path / "s", policy_file=file)
+        file.write_text('policy = "ema"\na = 0.1\n[thresholds]\noffload_below = 0.2\n')
+        differs = r"policy_settings.a \(0.05 there, 0.1 here\), policy_settings.thresholds.offload_below \('-inf' there"
+        with pytest.raises(StateDirectoryLocked, match=differs):
+            start(tmp_path / "s", policy_file=file)
+    finally:
+        owner.stop(drain=False)
+
+
+def test_the_brain_scores_by_the_policy_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('policy = "ema"\na = 0.05\n[thresholds]\noffload_below = 0.3\ndrop_below = 0.1\n')
+    loaded = load_config({"state_dir": tmp_path, "policy_file": file, "drop_below": 0.2})
+    brain = Brain(brain_config(loaded.config, MIB, MIB, 1))
+    assert brain.state.policy == get_policy(
+        "ema", a=0.05, thresholds={"offload_below": 0.3, "drop_below": 0.1}
+    )
+    assert (brain.state.thresholds.offload_below, brain.state.thresholds.drop_below) == (0.3, 0.2)
 
 
 def test_draining_takes_ready_away_but_not_health(owner: Incarnation) -> None:

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tierkv.daemon.counters import Counters
+from tierkv.daemon.loop_contract import NoMetrics
 from tierkv.daemon.metrics import EMPTY, Metrics
-from tierkv.daemon.server import NoMetrics
 from tierkv.daemon.snapshot import Snapshot
 from tierkv.protocol import Audit
 

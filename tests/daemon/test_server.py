@@ -17,7 +17,7 @@ import zmq
 from tierkv.daemon import events
 from tierkv.daemon.peers import DEDUPE_REPLIES, Peer
 from tierkv.daemon.server import OwnerLoop
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, UnknownSession
 from tierkv.geometry import Geometry
 from tierkv.protocol import (
     Close,
@@ -25,6 +25,8 @@ from tierkv.protocol import (
     Crop,
     Done,
     Drain,
+    Explain,
+    Explained,
     Failure,
     Fork,
     GeometryFields,
@@ -63,6 +65,7 @@ class ScriptedBrain:
         self.events: list[events.Event] = []
         self.script: dict[type, Callable[[events.Event], list[events.Instruction]]] = {}
         self.threads: set[int] = set()
+        self.refusal: Exception = UnknownSession("session 7 is not open")
 
     def handle(self, event: events.Event, now: float) -> list[events.Instruction]:
         self.threads.add(threading.get_ident())
@@ -78,6 +81,9 @@ class ScriptedBrain:
 
     def session_stats(self, session: int) -> dict[str, float]:
         return {"tokens": float(session)}
+
+    def explain(self, session: int, page: int = -1, token: int = -1) -> Explained:
+        raise self.refusal
 
     def of(self, kind: type) -> list[events.Event]:
         return [event for event in list(self.events) if isinstance(event, kind)]
@@ -312,6 +318,19 @@ def test_an_exception_in_the_brain_fails_its_request_and_nothing_else(world: Wor
     assert isinstance(result, Failure) and result.code == "error" and "a bug" in result.message
     assert a.ask(2, Crop(7, 0)) == Done()
     assert world.loop.errors == 1 and world.loop.alive()
+
+
+def test_an_explanation_is_an_answer_at_once_and_a_refusal_is_one_too(world: World) -> None:
+    stranger = world.dealer("stranger", attach=False)
+    refused = stranger.ask(1, Explain(7, 0), epoch=0)
+    assert isinstance(refused, Failure) and (refused.code, refused.message) == (
+        "unknown-session", "session 7 is not open"
+    )  # fmt: skip
+    world.brain.refusal = ZeroDivisionError("a bug")
+    broken = stranger.ask(2, Explain(7, 0), epoch=0)
+    assert isinstance(broken, Failure) and broken.code == "error" and "a bug" in broken.message
+    assert isinstance(stranger.ask(3, Explain(7, 0), b"more", epoch=0), Failure)
+    assert world.loop.errors == 1 and world.loop.alive() and not world.brain.events
 
 
 def test_malformed_frames_are_counted_and_dropped(world: World) -> None:

@@ -28,6 +28,8 @@ def run(program: str, *arguments: str, **environment: str) -> subprocess.Complet
         (("--hbm", "8G"), "write 8GiB or 8GB"),
         (("--hbm", "1MiB", "--codec", "zip"), "codec = 'zip' (command line)"),
         (("--hbm", "1MiB", "--set", "observ_every=3"), "did you mean 'observe_every'"),
+        (("--hbm", "1MiB", "--policy", "fifo"), "policy = 'fifo' (command line)"),
+        (("--hbm", "1MiB", "--policy-file", "/nowhere.toml"), "the policy file /nowhere.toml cannot be read"),
         (("--hbm", "1MiB", "--set", "nonsense"), "write it as KEY=VALUE"),
         (("--hbm", "1MiB", "--config", "/nowhere.toml"), "does not exist"),
         (

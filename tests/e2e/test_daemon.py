@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import tierkv
+from tests.faults.pages import SMALL, step
 from tierkv.daemon import statedir
 
 START_SECONDS = 120.0
@@ -144,6 +145,33 @@ def test_status_stats_ping_and_config_answer_people_and_programs(daemon: Daemon)
     assert config["codec"] == {"value": "k3v2", "origin": "default"}
 
 
+def test_explain_says_to_people_and_programs_why_a_page_is_where_it_is(daemon: Daemon) -> None:
+    where = ("--state-dir", str(daemon.state_dir))
+    with tierkv.connect(daemon.state_dir) as client:
+        session = client.open(SMALL, "m")
+        session.label("user", 48)
+        step(client, session, 1, 48)
+        said = run("tierkv", "explain", str(session.id), "--token", "20", *where).stdout.splitlines()
+        told = json.loads(run("tierkv", "explain", str(session.id), "1", "--json", *where).stdout)
+        unknown = run("tierkv", "explain", "7", "1", *where)
+    assert f"page        1 of session {session.id} (0 to 2); everywhere {told['id']:#x}" in said
+    assert "holds       tokens 16 to 31, user" in said
+    assert "is          exact in HBM" in said
+    assert "why         it was written there" in said
+    assert any(
+        line.startswith("next        stays for 48 more tokens exact") for line in said
+    )  # 64 - (48 - 32)
+    assert (told["start"], told["tokens"], told["tier"], told["guards"]) == (
+        16,
+        16,
+        "hbm",
+        {"recent": "recent"},
+    )
+    assert told["replicas"][0] == {"form": "exact", "pool": "hbm", "bytes": SMALL.page_bytes}
+    assert unknown.returncode == 1
+    assert f"session 7 is not open; open: {session.id}" in unknown.stderr
+
+
 def test_a_second_daemon_is_refused_at_once_and_told_what_differs(daemon: Daemon) -> None:
     refused = run("tierkv-daemon", "--hbm", "4MiB", "--host", "16MiB", "--state-dir", str(daemon.state_dir))
     assert refused.returncode == 1
@@ -151,6 +179,24 @@ def test_a_second_daemon_is_refused_at_once_and_told_what_differs(daemon: Daemon
     assert "differs from yours in hbm (8388608 there, 4194304 here)" in refused.stderr
     assert "local Ray" not in refused.stderr  # it did not even start one
     assert daemon.process.poll() is None
+
+
+def test_a_policy_file_is_served_and_compared(folder: Path) -> None:
+    file, state_dir = folder / "policy.toml", folder / "p"
+    file.write_text('policy = "memdecay-lift"\n[half_life]\nplan = 7.0\n')
+    daemon = start(state_dir, "--policy-file", str(file))
+    try:
+        assert daemon.banner["policy file"] == str(file)
+        config = json.loads(run("tierkv", "status", "--json", "--state-dir", str(state_dir)).stdout)["config"]
+        assert (config["policy"], config["policy_settings"]["half_life"]["plan"]) == ("memdecay-lift", 7.0)
+        file.write_text('policy = "memdecay-lift"\n[half_life]\nplan = 8.0\n')
+        same = ("--hbm", "8MiB", "--host", "16MiB", "--state-dir", str(state_dir))
+        refused = run("tierkv-daemon", *same, "--policy-file", str(file))
+        assert refused.returncode == 1
+        assert "differs from yours in policy_settings.half_life.plan (7.0 there, 8.0 here)" in refused.stderr
+    finally:
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(STOP_SECONDS) == 0
 
 
 def test_a_node_of_a_cluster_has_one_owner(daemon: Daemon, folder: Path) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.stateful.world import LARGE, SMALL, WorkerSession, World
 from tierkv.daemon import events
+from tierkv.daemon.pages import Guard
 from tierkv.daemon.policy import Thresholds
 from tierkv.daemon.state import BrainConfig
 from tierkv.protocol import Failure, Reserved, SessionOptions
@@ -138,6 +140,29 @@ class BrainMachine(RuleBasedStateMachine):
         if session.length:
             start = data.draw(st.integers(0, session.length - 1))
             self.world.ask(events.Pinned, session.client, session.id, start, session.length, level)
+
+    @precondition(some_session)
+    @rule(data=st.data())
+    def explain(self, data: st.DataObject) -> None:
+        """It leaves no trace, and tells the score and the guard by which the brain decides."""
+        session, brain = self.pick(data), self.world.brain
+        if not session.length:
+            return
+        token = data.draw(st.integers(0, session.length - 1))
+        pages = brain.state.pages
+        before = {name: getattr(pages, name).tobytes() for name in pages._arrays}
+        told = brain.explain(session.id, token=token)
+        assert before == {name: getattr(pages, name).tobytes() for name in pages._arrays}
+        assert session.rows[told.page].page == told.id
+        assert told.start <= token < told.start + told.tokens
+        for member in brain.state.sessions[session.id].family:
+            brain.state.sessions[member].stale = True
+        brain.scores.refresh()
+        slot = pages.index[told.id]
+        assert told.score == pytest.approx(float(pages.score[slot]), rel=1e-5)
+        guards = [Guard[name.upper()] for name in told.guards.values()]
+        assert max(guards, default=Guard.NONE) == pages.guard[slot]
+        assert told.why and told.next
 
     @precondition(some_session)
     @rule(data=st.data())

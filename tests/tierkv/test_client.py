@@ -593,3 +593,21 @@ def test_what_a_new_owner_gets_is_the_committed_table_and_blanks_in_order(world:
     session.commit()
     session.end()
     assert [entry.count for entry in session.state()[0].table.pages] == [16, 16, 16, 12]
+
+
+def test_any_client_may_ask_why_a_page_of_any_session_is_where_it_is(world: World) -> None:
+    world.service()
+    owner = world.client()
+    session = owner.open(SMALL, "m")
+    session.label("plan", 40)
+    step(owner, session, 1, 40)
+    stranger = world.client()
+    told = stranger.explain(session.id, 1)
+    assert (told.start, told.tokens, told.region, told.pages, told.open) == (16, 16, "plan", 3, False)
+    assert stranger.explain(session.id, token=39).page == 2
+    assert told.score == pytest.approx(0.9)  # MemDecay's base value of a plan
+    with pytest.raises(UnknownSession, match=f"open: {session.id}"):
+        stranger.explain(session.id + 1, 0)
+    for refused in ({}, {"page": 3}, {"token": 40}, {"page": 0, "token": 0}, {"page": -2}):
+        with pytest.raises(RequestError):
+            stranger.explain(session.id, **refused)
