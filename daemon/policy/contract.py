@@ -19,8 +19,10 @@ import msgspec
 from tierkv.daemon.policy.exponential import Exponential
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
 
-Aggregate = Literal["mean", "max", "top2"]
-"""A page's score from its tokens': their mean, the largest, or the mean of the two largest."""
+Aggregate = Literal["mean", "max", "top2", "relief"]
+"""A page's score from its tokens': their mean, the largest, the mean of the two largest; or their mean, of which the
+least of their importance is taken off (`Policy.importance`).
+"""
 
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 HalfLife = Annotated[float, msgspec.Meta(ge=1e-3)]
@@ -62,6 +64,10 @@ class Policy(ABC):
     @abstractmethod
     def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
         """Scores of the tokens `span` (start and stop given, no stride) at decode step `step`."""
+
+    def importance(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        """The part of each score that attention gave: all of it, unless a policy knows better."""
+        return self.scores(tokens, step, span)
 
     @property
     def exponential(self) -> Exponential | None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tierkv.daemon.policy.contract import HalfLife, NotNegative, Policy
 from tierkv.daemon.policy.exponential import Exponential
-from tierkv.daemon.policy.tokens import Floats
+from tierkv.daemon.policy.tokens import Floats, TokenState
 from tierkv.regions import Region
 
 BASE: dict[Region, float] = {
@@ -44,8 +44,12 @@ HALF_LIFE: dict[Region, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RegionDecay(Policy, ABC):
-    """`base` and `half_life` (decode steps; infinite does not decay) name every region."""
+    """s = b_r exp(-lambda_r (t - t_ref)) + alpha u, u the first column and t_ref the second.
 
+    `base` and `half_life` (decode steps; infinite does not decay) name every region.
+    """
+
+    alpha: NotNegative
     base: Mapping[Region, NotNegative] = field(default_factory=lambda: dict(BASE))
     half_life: Mapping[Region, HalfLife] = field(default_factory=lambda: dict(HALF_LIFE))
 
@@ -59,9 +63,19 @@ class RegionDecay(Policy, ABC):
         """lambda_r by region (Eq. 7)."""
         return np.array([math.log(2.0) / self.half_life[r] for r in Region], np.float32)
 
-    def decaying(self, weight: float) -> Exponential:
-        """The structural term and `weight` times the first column; the second is the clock."""
-        return Exponential(0, 1, self.bases, self.rates / np.float32(math.log(2.0)), weight)
+    @cached_property
+    def exponential(self) -> Exponential:
+        return Exponential(0, 1, self.bases, self.rates / np.float32(math.log(2.0)), self.alpha)
+
+    def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        scores: Floats = self.decayed(tokens.region[span], tokens.columns[1, span], step)
+        scores += self.importance(tokens, step, span)
+        return scores
+
+    def importance(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        """alpha u"""
+        importance: Floats = np.float32(self.alpha) * tokens.columns[0, span]
+        return importance
 
     def decayed(self, region: NDArray[np.int8], t_ref: Floats, step: float) -> Floats:
         """The structural term at decode step `step`; a clock that is ahead of it has age 0."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.daemon.addresses import float32_at, int8_at, int64_at
-from tierkv.daemon.policy.pages import AGGREGATES, score_table
+from tierkv.daemon.policy.pages import MODES, relieve_table, score_table
 from tierkv.numba_setup import kernel
 from tierkv.quant.floats import float_of
 from tierkv.regions import Region
@@ -69,9 +69,11 @@ def score_sessions(
         steps: `[sessions]`, the decode step at which each is scored.
     """
     out = np.empty(int(tables[:, PAGES].sum()), np.float32)
-    weight, give, mode = np.float32(form.weight), np.float32(form.give), AGGREGATES.index(aggregate)
+    weight, give, relief = np.float32(form.weight), np.float32(form.give), aggregate == "relief"
     columns = (form.usage, form.clock)
-    _score_sessions(tokens, tables, steps, *columns, form.base, form.rate, weight, give, mode, out)
+    _score_sessions(
+        tokens, tables, steps, *columns, form.base, form.rate, weight, give, MODES[aggregate], relief, out
+    )
     return out
 
 
@@ -86,7 +88,8 @@ def _score_sessions(
     rate: Floats,
     weight: np.float32,
     give: np.float32,
-    aggregate: int,
+    mode: int,
+    relief: bool,
     out: Floats,
 ) -> None:
     longest = tables[:, LENGTH].max() if len(tables) else 0
@@ -97,12 +100,16 @@ def _score_sessions(
         length, pages = tables[session, LENGTH], tables[session, PAGES]
         columns, size = tokens[session, COLUMNS], 4 * tokens[session, CAPACITY]
         _look_up(int8_at(tokens[session, REGION], length), base, rate, bases, rates)
+        used, starts = float32_at(columns + usage * size, length), int64_at(tables[session, STARTS], pages)
         _score_tokens(
-            bases, rates,
-            float32_at(columns + usage * size, length), float32_at(columns + clock * size, length),
-            steps[session], weight, give, scores[:length],
+            bases, rates, used, float32_at(columns + clock * size, length), steps[session], weight, give,
+            scores[:length],
         )  # fmt: skip
-        score_table(scores[:length], int64_at(tables[session, STARTS], pages), aggregate, out[done:])
+        score_table(scores[:length], starts, mode, out[done:])
+        if relief and give == 0:
+            relieve_table(used, weight, starts, out[done:])
+        elif relief:  # what attention gave is not a part of the score
+            relieve_table(scores[:length], np.float32(1.0), starts, out[done:])
         done += pages
 
 

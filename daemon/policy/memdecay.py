@@ -11,15 +11,13 @@ Page, Eq. 5:        mean over its tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
 from tierkv.daemon.policy.contract import NotNegative, Share, Thresholds
 from tierkv.daemon.policy.decay import RegionDecay
-from tierkv.daemon.policy.exponential import Exponential
-from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
+from tierkv.daemon.policy.tokens import Seen, TokenState
 
 THRESHOLDS = Thresholds(quantize_below=0.5, offload_below=0.1, drop_below=0.0, promote_above=0.9)
 """On the score's scale of about 0 to 1.5. `drop_below` 0 means never."""
@@ -44,16 +42,6 @@ class MemDecay(RegionDecay):
         importance[where] = self.rho * importance[where] + (1 - self.rho) * seen.mass  # Eq. 2
         tau = self.tau_factor / seen.attended
         t_ref[where] = np.where(seen.mass >= tau, np.float32(step), t_ref[where])  # Eq. 3
-
-    def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
-        importance, t_ref = tokens.columns[:, span]
-        scores: Floats = self.decayed(tokens.region[span], t_ref, step)
-        scores += np.float32(self.alpha) * importance  # Eq. 4
-        return scores
-
-    @cached_property
-    def exponential(self) -> Exponential:
-        return self.decaying(self.alpha)
 
     def terms(self, tokens: TokenState, step: float, span: slice) -> dict[str, float]:
         """`decay_terms` and `importance`, the mean of alpha a."""

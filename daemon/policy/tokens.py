@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.daemon.addresses import address_of
-from tierkv.daemon.policy.pages import page_scores
+from tierkv.daemon.policy.pages import least, page_scores
 
 if TYPE_CHECKING:
     from tierkv.daemon.policy.contract import Policy
@@ -114,8 +114,13 @@ class TokenState:
         if not len(starts):
             return np.zeros(0, np.float32)
         first = int(starts.min())
-        scores = self.policy.scores(self, step, slice(first, int((starts + counts).max())))
-        return page_scores(scores, starts - first, counts, self.policy.aggregate)
+        span = slice(first, int((starts + counts).max()))
+        pages = page_scores(
+            self.policy.scores(self, step, span), starts - first, counts, self.policy.aggregate
+        )
+        if self.policy.aggregate == "relief":
+            pages -= least(self.policy.importance(self, step, span), starts - first, counts)
+        return pages
 
     def explain(self, start: int, count: int, step: float) -> dict[str, float]:
         """What the score of the page with the tokens `[start, start + count)` is made of, and `score` itself.

@@ -61,7 +61,7 @@ class Idea(NamedTuple):
 
 
 IDEAS = (
-    Idea("alpha 16 (control)", lambda episode: policy.get(LIFT, alpha=16.0)),
+    Idea("alpha 96 (control)", lambda episode: policy.get(LIFT, alpha=96.0)),
     Idea("fast memory", lambda episode: FastMemory()),
     Idea("bias-corrected", lambda episode: BiasCorrected()),
     Idea("region floors", lambda episode: RegionFloors()),

@@ -9,6 +9,7 @@ are asked for, so whoever is told the links is told where to look. `other_eviden
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from tierkv.daemon.policy import TokenState
 from tierkv.daemon.policy.lift import MemDecayLift
 from tierkv.daemon.policy.tokens import Floats
+from tierkv.geometry import PAGE_TOKENS
 from tierkv.regions import Region
 from tierkv.study.memdecay.scenarios import CLOSING, OPENING, Block
 
@@ -113,75 +115,116 @@ def copies_of(tokens: Sequence[int], starts: Sequence[int], least: int = COPY_TO
     return tuple(found)
 
 
+class LinkedState(TokenState):
+    """Its pages have lift's scores, which the policy then changes where a link says so."""
+
+    def __init__(self, policy: Linked) -> None:
+        super().__init__(policy)
+        self._linked = policy
+
+    def unlinked(self, starts: NDArray[np.int64], counts: NDArray[np.int32], step: float) -> Floats:
+        """Lift's scores."""
+        return super().page_scores(starts, counts, step)
+
+    def page_scores(self, starts: NDArray[np.int64], counts: NDArray[np.int32], step: float) -> Floats:
+        pages = self.unlinked(starts, counts, step)
+        self._linked.link(self, pages, starts, starts + counts, step)
+        return pages
+
+
 @dataclass(frozen=True, kw_only=True)
-class SharedFate(MemDecayLift):
-    """A plan and its evidence share fate:  s >= share max(s of the plan's tokens), for every token of the evidence."""
+class Linked(MemDecayLift, ABC):
+    """Lift, and links between spans of tokens."""
+
+    def new_state(self) -> LinkedState:
+        return LinkedState(self)
+
+    @abstractmethod
+    def link(
+        self,
+        tokens: LinkedState,
+        pages: Floats,
+        starts: NDArray[np.int64],
+        stops: NDArray[np.int64],
+        step: float,
+    ) -> None:
+        """Change the scores `pages` of the pages `[starts, stops)` in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFate(Linked):
+    """A plan and its evidence share fate: a page with tokens of the evidence has at least `share` of the score of the
+    plan's best page.
+    """
 
     name: ClassVar[str] = "shared-fate"
     links: tuple[Evidence, ...] = ()
     share: float = 0.75
 
-    def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
-        scores = super().scores(tokens, step, span)
+    def link(
+        self,
+        tokens: LinkedState,
+        pages: Floats,
+        starts: NDArray[np.int64],
+        stops: NDArray[np.int64],
+        step: float,
+    ) -> None:
         for plan, evidence in self.links:
-            there = slice(plan.start, min(plan.stop, len(tokens)))
-            if there.start >= there.stop:
-                continue
-            least = np.float32(self.share) * super().scores(tokens, step, there).max()
-            for start, stop in evidence:
-                part = scores[max(start - span.start, 0) : max(stop - span.start, 0)]
-                np.maximum(part, least, out=part)
-        return scores
+            own = np.arange(plan.start, min(plan.stop, len(tokens)), PAGE_TOKENS)
+            if len(own):
+                ends = np.append(own[1:], min(plan.stop, len(tokens)))
+                least = self.share * tokens.unlinked(own, (ends - own).astype(np.int32), step).max()
+                for span in evidence:
+                    touched = (starts < span.stop) & (stops > span.start)
+                    pages[touched] = np.maximum(pages[touched], np.float32(least))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Supersede(MemDecayLift):
-    """A tool result of which a newer result of the same call is there has score 0; the rest as in lift."""
+class Supersede(Linked):
+    """A page with tokens of a tool result, of which a newer result of the same call is there, has score 0."""
 
     name: ClassVar[str] = "supersede"
     links: tuple[Superseded, ...] = ()
 
-    def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
-        scores = super().scores(tokens, step, span)
+    def link(
+        self,
+        tokens: LinkedState,
+        pages: Floats,
+        starts: NDArray[np.int64],
+        stops: NDArray[np.int64],
+        step: float,
+    ) -> None:
         for (start, stop), since in self.links:
             if len(tokens) >= since:
-                scores[max(start - span.start, 0) : max(stop - span.start, 0)] = 0.0
-        return scores
-
-
-class CopyState(TokenState):
-    """Refreshes the source of each copy when the copy is there."""
-
-    def __init__(self, policy: CopyRefresh) -> None:
-        super().__init__(policy)
-        self._refresh = policy
-
-    def append(self, regions: NDArray[np.int8], step: float) -> None:
-        before = len(self)
-        super().append(regions, step)
-        policy = self._refresh
-        for (start, stop), end in policy.links:
-            if before < end <= len(self):
-                around = slice(max(0, start - policy.around), stop + policy.around)
-                usage, t_ref = self.columns[:, around]
-                t_ref[:] = np.maximum(t_ref, np.float32(step))
-                np.maximum(usage, np.float32(policy.raised), out=usage)
+                pages[(starts < stop) & (stops > start)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyRefresh(MemDecayLift):
-    """Who quotes a span has used it:  t_ref <- t,  u <- max(u, raised)  of the span and `around` tokens beside it.
+class CopyRefresh(Linked):
+    """Who quotes a span has used it: a page with tokens of the span, or of `around` tokens beside it, has `raised` more
+    as soon as the copy is there.
 
     Detected by token ids, see `copies_of`; tool calls are left out, because they repeat their form.
     """
 
     name: ClassVar[str] = "copy-refresh"
     links: tuple[Copy, ...] = ()
-    raised: float = 0.5
+    raised: float = 1.0
     around: int = 8
 
-    def new_state(self) -> CopyState:
-        return CopyState(self)
+    def link(
+        self,
+        tokens: LinkedState,
+        pages: Floats,
+        starts: NDArray[np.int64],
+        stops: NDArray[np.int64],
+        step: float,
+    ) -> None:
+        raised = np.zeros(len(pages), bool)
+        for (start, stop), end in self.links:
+            if len(tokens) >= end:
+                raised |= (starts < stop + self.around) & (stops > start - self.around)
+        pages[raised] += np.float32(self.raised)
 
 
 def quotes_of(tokens: Sequence[int], blocks: Sequence[Block]) -> tuple[Copy, ...]:

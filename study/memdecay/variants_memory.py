@@ -1,8 +1,8 @@
 """Ideas beyond the paper that need nothing but attention: each is lift (`daemon.policy.lift`) with one thing changed.
 
 In a trace every token is attended, so what is far is all but the sinks and the newest; L is a far token's lift and
-x = L / (1 + L), as in lift. The constants were chosen on scenarios to develop on. The study does not fork a session,
-and what these keep beside a token's columns is not copied with one.
+x = L / (1 + L), as in lift, and a page has its relief. The constants were chosen on scenarios to develop on. The study
+does not fork a session, and what these keep beside a token's columns is not copied with one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def far_of(policy: MemDecayLift, seen: Seen) -> Far:
 
 @dataclass(frozen=True, kw_only=True)
 class FastMemory(MemDecayLift):
-    """A fast memory beside the slow one:  f <- .9 f + .1 x,  s = b exp(-lambda (t - t_ref)) + alpha max(u, beta f).
+    """A fast memory beside the slow one:  f <- .9 f + .1 x,  alpha max(u, beta f) for
+    alpha u.
 
     f forgets in 6.6 observations: it keeps what was looked at a moment ago, u what was looked at often. u starts from
     0 and needs hundreds of observations to come near the mean of x, f ten; beta makes up for that.
@@ -61,11 +62,10 @@ class FastMemory(MemDecayLift):
         fast *= np.float32(self.fast_rho)
         fast += np.float32(1 - self.fast_rho) * far.saturated
 
-    def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
-        usage, t_ref, fast = tokens.columns[:, span]
-        most = np.maximum(usage, np.float32(self.beta) * fast)
-        scores: Floats = self.decayed(tokens.region[span], t_ref, step) + np.float32(self.alpha) * most
-        return scores
+    def importance(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        usage, _, fast = tokens.columns[:, span]
+        importance: Floats = np.float32(self.alpha) * np.maximum(usage, np.float32(self.beta) * fast)
+        return importance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class BiasCorrected(MemDecayLift):
     """Usage over the weight of the observations that could see the token, so that a young token is not behind:
 
     w <- rho w + (1 - rho)   whenever the token is far
-    s = b exp(-lambda (t - t_ref)) + alpha u / w
+    alpha u / w   for alpha u
 
     ZipCache (arXiv 2405.14256) divides by the number of queries that saw a token, which is the same without forgetting.
     """
@@ -90,16 +90,15 @@ class BiasCorrected(MemDecayLift):
         weight *= np.float32(self.rho)
         weight += np.float32(1 - self.rho)
 
-    def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
-        usage, t_ref, weight = tokens.columns[:, span]
-        mean = usage / np.maximum(weight, np.float32(1e-6))
-        scores: Floats = self.decayed(tokens.region[span], t_ref, step) + np.float32(self.alpha) * mean
-        return scores
+    def importance(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        usage, _, weight = tokens.columns[:, span]
+        importance: Floats = np.float32(self.alpha) * usage / np.maximum(weight, np.float32(1e-6))
+        return importance
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegionFloors(MemDecayLift):
-    """s = floor_r + (1 - floor_r) raw,  raw = lift's score / (1 + alpha),  floor_r = floor b_r.
+    """s = floor_r + (1 - floor_r) raw,  raw = lift's score of a token / (1 + alpha),  floor_r = floor b_r.
 
     max(floor, raw) would tie everything below the floor; and one floor for all regions changes no order.
     """
@@ -108,10 +107,16 @@ class RegionFloors(MemDecayLift):
     floor: float = 0.05
 
     def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
-        raw = super().scores(tokens, step, span) / np.float32(1 + self.alpha)
         floor = np.float32(self.floor) * self.bases[tokens.region[span]]
-        scores: Floats = floor + (1 - floor) * raw
+        structural = self.decayed(tokens.region[span], tokens.columns[1, span], step)
+        scores: Floats = floor + (1 - floor) * structural / np.float32(1 + self.alpha)
+        scores += self.importance(tokens, step, span)
         return scores
+
+    def importance(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        floor = np.float32(self.floor) * self.bases[tokens.region[span]]
+        importance: Floats = (1 - floor) * super().importance(tokens, step, span) / np.float32(1 + self.alpha)
+        return importance
 
 
 class LifeState(TokenState):
@@ -130,7 +135,7 @@ class AdaptiveRates(MemDecayLift):
 
     lambda_r = (prior lambda_r0 + expirations_r) / (prior + exposure_r)
 
-    A life begins when a token becomes far or is refreshed (L >= 2), and expires after `patience` decode steps without a
+    A life begins when a token becomes far or is refreshed, and expires after `patience` decode steps without a
     refresh. Exposure is the steps of all lives, in token steps; `prior` is the weight of the file's rates, in the same.
     """
 
@@ -163,11 +168,10 @@ class AdaptiveRates(MemDecayLift):
 
     def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
         assert isinstance(tokens, LifeState)
-        usage, t_ref = tokens.columns[:2, span]
         region = tokens.region[span]
-        age = np.maximum(np.float32(step) - t_ref, np.float32(0.0))
+        age = np.maximum(np.float32(step) - tokens.columns[1, span], np.float32(0.0))
         decayed = self.bases[region] * np.exp(-self.rates_of(tokens)[region] * age)
-        scores: Floats = decayed + np.float32(self.alpha) * usage
+        scores: Floats = decayed + self.importance(tokens, step, span)
         return scores
 
 
@@ -175,9 +179,9 @@ class AdaptiveRates(MemDecayLift):
 class Reuse(MemDecayLift):
     """How likely a token is to be needed again, from when it was: age against its own rhythm, and its trend.
 
-    m = the longest interval between refreshes (L >= 2) of the token, its first is from its insertion
+    m = the longest interval between refreshes of the token, its first is from its insertion
     s = b_r exp(-(t - t_ref) / max(1 / lambda_r, stretch m)) + alpha u + trend (f - g)
-    f and g are averages of x with rho .9 and .99, both over the weight they have so far.
+    f and g are averages of x, of .9 and as of u, both over the weight they have so far.
 
     The maximum recurrence interval is LazyEviction's (arXiv 2506.15969); a token is late only measured by it.
     """
@@ -201,15 +205,19 @@ class Reuse(MemDecayLift):
         count += 1
 
     def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
-        usage, t_ref, longest, fast, count = tokens.columns[:, span]
+        _, t_ref, longest, _, _ = tokens.columns[:, span]
         region = tokens.region[span]
-        seen = np.maximum(count, 1)
-        trend = fast / (1 - np.float32(self.fast_rho) ** seen) - usage / (1 - np.float32(self.rho) ** seen)
         life = np.maximum(1 / self.rates[region], np.float32(self.stretch) * longest)
         age = np.maximum(np.float32(step) - t_ref, np.float32(0.0))
-        scores: Floats = self.bases[region] * np.exp(-age / life) + np.float32(self.alpha) * usage
-        scores += np.float32(self.trend) * trend
+        scores: Floats = self.bases[region] * np.exp(-age / life) + self.importance(tokens, step, span)
         return scores
+
+    def importance(self, tokens: TokenState, step: float, span: slice) -> Floats:
+        usage, _, _, fast, count = tokens.columns[:, span]
+        seen = np.maximum(count, 1)
+        trend = fast / (1 - np.float32(self.fast_rho) ** seen) - usage / (1 - np.float32(self.rho) ** seen)
+        importance: Floats = np.float32(self.alpha) * usage + np.float32(self.trend) * trend
+        return importance
 
 
 class PhaseState(TokenState):

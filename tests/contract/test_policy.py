@@ -150,9 +150,9 @@ class TestPolicyContract:
         mass[60:70] = 0.05
         for step in range(1, 20):
             state.observe(mass, step)
-        scores = state.page_scores(np.array([60, 90]), np.array([10, 10], np.int32), step=40)
+        scores = state.token_scores(40)
         positions_only = {"streaming", "random", "full"}
-        assert scores[0] > scores[1] or chosen.name in positions_only
+        assert scores[60:70].min() > scores[90:100].max() or chosen.name in positions_only
 
     def test_an_explanation_is_numbers_and_ends_with_the_pages_score(self, chosen: Policy) -> None:
         state = observed(chosen)
@@ -176,6 +176,19 @@ class TestPolicyContract:
             state = observed(policy.get(chosen.name, aggregate=aggregate))
             expected = [page[:size].mean() for page in sorted_pages]
             assert state.page_scores(starts, counts, step=12) == pytest.approx(expected, rel=1e-5)
+
+    def test_the_least_importance_may_be_taken_off_the_mean(self, chosen: Policy) -> None:
+        starts, counts = np.array([0, 11, 39]), np.array([11, 16, 1], np.int32)
+        state = observed(policy.get(chosen.name, aggregate="relief"))
+        scores, given = state.token_scores(12), chosen.importance(state, 12, slice(0, 40))
+        expected = [
+            scores[s : s + c].mean() - given[s : s + c].min() for s, c in zip(starts, counts, strict=True)
+        ]
+        assert state.page_scores(starts, counts, step=12) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+    def test_what_attention_gave_is_no_more_than_the_score(self, chosen: Policy) -> None:
+        state = observed(chosen)
+        assert (chosen.importance(state, 12, slice(3, 30)) <= state.token_scores(12)[3:30] + 1e-6).all()
 
     def test_unknown_settings_are_named_with_the_known_ones(self, chosen: Policy) -> None:
         with pytest.raises(ConfigError, match="sharpness") as refused:

@@ -65,7 +65,8 @@ def by_hand(state: State) -> tuple[dict[int, float], dict[int, int]]:
     scores: dict[int, float] = {}
     guards: dict[int, int] = {}
     for session in state.sessions.values():
-        tokens = session.tokens.token_scores(session.clock(state.now))
+        step = session.clock(state.now)
+        tokens = session.tokens.token_scores(step)
         for slot, start, count in zip(
             session.pages.view.tolist(),
             session.starts.view.tolist(),
@@ -73,7 +74,10 @@ def by_hand(state: State) -> tuple[dict[int, float], dict[int, int]]:
             strict=True,
         ):
             page = tokens[start : start + count]
-            score = float(page.max() if state.policy.aggregate == "max" else page.mean())
+            score = float(page.mean())
+            if state.policy.aggregate == "relief":
+                given = state.policy.importance(session.tokens, step, slice(start, start + count))
+                score -= float(given.min())
             guard = int(state.pages.pin[slot])
             if session.ladder is Ladder.TIERED and start + count > session.length - 20:
                 guard = max(guard, Guard.RECENT)

@@ -83,13 +83,13 @@ class Plain:
             u, t_ref = 0.0, token.inserted
             for number, (step, mass, *_) in zip(token.seen_at, token.history, strict=True):
                 row = self.masses[number]
-                far = [a for j, a in enumerate(row) if 16 <= j < len(row) - 64 and not math.isnan(a)]
-                if not 16 <= i < len(row) - 64:
+                far = [a for j, a in enumerate(row) if 4 <= j < len(row) - 64 and not math.isnan(a)]
+                if not 4 <= i < len(row) - 64:
                     continue
                 lift = min(mass * len(far) / max(sum(far), 1e-6), len(far))
-                u = 0.99 * u + 0.01 * lift / (1 + lift)
-                t_ref = step if lift >= 2 else t_ref
-            scores.append(self.decay(token, now - t_ref) + 4 * u)
+                u = 0.98 * u + 0.02 * lift / (1 + lift)
+                t_ref = step if lift >= 4 else t_ref
+            scores.append(self.decay(token, now - t_ref) + 24 * u)
         return scores
 
     def decay(self, token: Token, age: float) -> float:

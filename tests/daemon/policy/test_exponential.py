@@ -48,7 +48,7 @@ def test_the_policies_of_this_form_are_those_with_a_clock_or_a_sum() -> None:
     assert [name for name in sorted(policy.POLICIES) if policy.get(name).exponential] == IN_ONE_CALL
 
 
-@pytest.mark.parametrize("aggregate", ["mean", "max", "top2"])
+@pytest.mark.parametrize("aggregate", ["mean", "max", "top2", "relief"])
 @pytest.mark.parametrize("name", IN_ONE_CALL)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 6), ahead=st.floats(-9, 5000, width=32))

@@ -20,7 +20,7 @@ from tierkv.regions import REGION_NAMES, Region
 NUMBERS = st.floats(0, 1e6, allow_subnormal=False)
 SHARES = st.floats(0, 1, exclude_max=True)
 SETTINGS: dict[str, st.SearchStrategy[object]] = {
-    "aggregate": st.sampled_from(["mean", "max", "top2"]),
+    "aggregate": st.sampled_from(["mean", "max", "top2", "relief"]),
     "thresholds": st.builds(Thresholds, *[st.floats(allow_nan=False)] * 4),
     "base": st.dictionaries(st.sampled_from(Region), NUMBERS),
     "half_life": st.dictionaries(st.sampled_from(REGION_NAMES), st.floats(1e-3, allow_nan=False)),

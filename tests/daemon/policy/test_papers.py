@@ -80,15 +80,15 @@ def lifting(**changed: float) -> Policy:
 
 
 def test_lift_is_mass_over_the_uniform_level_of_what_is_far() -> None:
-    state = state_of(policy.get("memdecay-lift"), 90)
+    state = state_of(policy.get("memdecay-lift"), 78)
     # Sinks and the newest 64 have .8. Ten others share .2, so .02 is the uniform level and .08 is lift 4.
-    mass = [0.4 / 16] * 16 + [0.08] + [0.12 / 9] * 9 + [0.4 / 64] * 64
+    mass = [0.4 / 4] * 4 + [0.08] + [0.12 / 9] * 9 + [0.4 / 64] * 64
     observe(state, mass)
-    told = state.explain(16, 1, step=0)
-    assert told["usage"] == pytest.approx(0.01 * 4 / 5, rel=1e-4)
-    assert told["importance"] == pytest.approx(4 * 0.01 * 4 / 5, rel=1e-4)
-    assert told["score"] == pytest.approx(0.6 + 0.032, rel=1e-4)  # a user token without age
-    for near_or_sink in (0, 15, 26, 89):
+    told = state.explain(4, 1, step=0)
+    assert told["usage"] == pytest.approx(0.02 * 4 / 5, rel=1e-4)
+    assert told["importance"] == pytest.approx(24 * 0.02 * 4 / 5, rel=1e-4)
+    assert told["relief"] == 0 and told["score"] == pytest.approx(0.6)  # a user token without age, alone
+    for near_or_sink in (0, 3, 14, 77):
         assert state.explain(near_or_sink, 1, step=0)["usage"] == 0
 
 
@@ -96,12 +96,12 @@ def test_usage_averages_lifts_that_are_saturated_already() -> None:
     state = state_of(lifting(), 2)
     observe(state, [0.5, 0.5], [0.25, 0.75])  # lifts of the first: 1, then .5
     told = state.explain(0, 1, step=0)
-    assert told["usage"] == pytest.approx(0.99 * 0.01 * (1 / 2) + 0.01 * (0.5 / 1.5), rel=1e-4)
+    assert told["usage"] == pytest.approx(0.98 * 0.02 * (1 / 2) + 0.02 * (0.5 / 1.5), rel=1e-4)
 
 
-def test_the_clock_of_lift_is_refreshed_from_twice_the_uniform_level() -> None:
-    state = state_of(lifting(alpha=0.0), 4)
-    observe(state, [0.5, 0.49, 0.01, 0.0], step=35)
+def test_the_clock_of_lift_is_refreshed_from_four_times_the_uniform_level() -> None:
+    state = state_of(lifting(alpha=0.0), 8)
+    observe(state, [0.5, 0.49, 0.01, 0, 0, 0, 0, 0], step=35)  # lifts 4 and 3.92
     assert state.token_scores(35)[:2] == pytest.approx([0.6, 0.6 * 0.5], rel=1e-5)  # half-life of user: 35
 
 
@@ -119,11 +119,20 @@ def test_attention_rescues_an_old_token_by_lift_and_not_by_mass() -> None:
     assert needed["memdecay-lift"] > 0.1
 
 
-def test_a_page_is_worth_what_its_best_token_is() -> None:
+def test_a_page_is_worth_what_its_tokens_have_beyond_the_one_that_has_least() -> None:
     state = state_of(lifting(), 4)
-    observe(state, [0.7, 0.1, 0.1, 0.1])
-    best = state.token_scores(0).max()
-    assert state.explain(0, 4, step=0)["score"] == pytest.approx(best)
+    observe(state, [0.5, 0.25, 0.25, 0.0])  # lifts 2, 1, 1, 0
+    mean = 24 * 0.02 * (2 / 3 + 1 / 2 + 1 / 2 + 0) / 4
+    assert state.explain(0, 4, step=0)["score"] == pytest.approx(0.6 + mean)
+    assert state.explain(0, 3, step=0)["score"] == pytest.approx(0.6 + mean * 4 / 3 - 24 * 0.02 / 2)
+
+
+def test_what_all_tokens_of_a_page_have_alike_is_worth_nothing() -> None:
+    even, uneven = state_of(lifting(), 8), state_of(lifting(), 8)
+    observe(even, [0.2] * 4 + [0.05] * 4)
+    observe(uneven, [0.2, 0.2, 0.2, 0.0] + [0.1] * 4)
+    assert even.explain(0, 4, step=0)["score"] == pytest.approx(0.6)
+    assert uneven.explain(0, 4, step=0)["score"] > 0.65
 
 
 def test_without_anything_far_there_is_no_lift() -> None:

@@ -156,7 +156,7 @@ def test_every_case_has_a_name_of_its_own_and_the_default_comes_first(name: str)
     names = [case.name for case in ablate.cases(arm)]
     assert len(set(names)) == len(names)
     assert names[0] == (name, "default", "")
-    default = {"memdecay": 0.5, "memdecay-lift": 4.0}[name]
+    default = {"memdecay": 0.5, "memdecay-lift": 24.0}[name]
     values = {value for _, what, value in names if what == "alpha"}
     assert values == {str(v) for v in ablate.SETTINGS[name]["alpha"]} - {str(default)}
 

@@ -64,32 +64,38 @@ def test_a_result_is_superseded_by_the_next_of_its_call() -> None:
     assert superseded_of(BLOCKS) == (Superseded(Span(10, 20), 36), Superseded(Span(30, 36), 44))
 
 
+def pages_of(state: TokenState, *borders: int) -> list[float]:
+    """Scores of the pages between the borders, at step 0."""
+    starts = np.array(borders[:-1])
+    return state.page_scores(starts, np.diff(borders).astype(np.int32), 0).tolist()
+
+
 def test_evidence_is_worth_a_share_of_its_plan() -> None:
     links = (Evidence(Span(1, 3), (Span(4, 5), Span(6, 8))),)
     state = inserted(SharedFate(links=links, share=0.75), [U, L, L, U, P, U, P, P], 8)
-    # Plan .9, of which evidence has .675 at least; user .6, scratchpad .25. Only tokens 4, 6 and 7 are evidence.
-    assert state.token_scores(0) == pytest.approx([0.6, 0.9, 0.9, 0.6, 0.675, 0.6, 0.675, 0.675])
-    assert state.page_scores(np.array([3, 5]), np.array([2, 1], np.int32), 0) == pytest.approx([0.675, 0.6])
-    # A plan's most used token stands for it, also where only its evidence is scored: .9 + 4 * .2, of which .75.
+    # Plan .9, of which evidence has .675 at least; user .6, scratchpad .25.
+    assert pages_of(state, 0, 1, 3, 4, 5, 6, 8) == pytest.approx([0.6, 0.9, 0.6, 0.675, 0.6, 0.675])
+    assert pages_of(state, 3, 5, 6) == pytest.approx(
+        [0.675, 0.6]
+    )  # one token of it is enough; .425 otherwise
+    # A plan's relief: 24 * (.2 / 2 - 0) = 2.4 more, of all of which evidence has .75.
     state.columns[0, 2] = 0.2
-    assert state.page_scores(np.array([6]), np.array([2], np.int32), 0) == pytest.approx([1.275])
+    assert pages_of(state, 6, 8) == pytest.approx([0.75 * 3.3])
 
 
 def test_evidence_that_is_worth_more_than_its_plan_stays_so_and_a_plan_may_still_come() -> None:
-    state = inserted(SharedFate(links=(Evidence(Span(2, 3), (Span(0, 1),)),)), [S, S, L], 2, 1)
-    assert state.token_scores(1)[0] == pytest.approx(2 ** (-1 / 189))  # above .75 of .9
-    assert inserted(SharedFate(links=(Evidence(Span(2, 3), (Span(0, 1),)),)), [P, P], 2).token_scores(
-        0
-    ) == pytest.approx([0.25, 0.25])
+    links = (Evidence(Span(2, 3), (Span(0, 1),)),)
+    assert pages_of(inserted(SharedFate(links=links), [S, S, L], 3), 0, 1, 3)[0] == pytest.approx(1.0)
+    assert pages_of(inserted(SharedFate(links=links), [P, P], 2), 0, 1, 2) == pytest.approx([0.25, 0.25])
 
 
 def test_a_superseded_result_is_worth_nothing_once_the_newer_is_there() -> None:
     links = (Superseded(Span(1, 3), 5),)
     regions = [O, O, O, U, O]
     before, after = (inserted(Supersede(links=links), regions[:n], n) for n in (4, 5))
-    assert before.token_scores(0) == pytest.approx([0.6] * 4)
-    assert after.token_scores(0) == pytest.approx([0.6, 0, 0, 0.6, 0.6])
-    assert after.page_scores(np.array([2, 3]), np.array([1, 2], np.int32), 0) == pytest.approx([0, 0.6])
+    assert pages_of(before, 0, 1, 2, 3, 4) == pytest.approx([0.6] * 4)
+    assert pages_of(after, 0, 1, 2, 3, 4, 5) == pytest.approx([0.6, 0, 0, 0.6, 0.6])
+    assert pages_of(after, 0, 2, 4) == [0, 0]  # with others in the page, too
 
 
 def test_copies_are_spans_of_an_earlier_block() -> None:
@@ -106,18 +112,13 @@ def test_of_two_sources_the_later_counts_and_a_source_ends_where_its_block_does(
     assert copies_of(tokens, [0, 5, 9], least=3) == (Copy(Span(0, 4), 9), Copy(Span(5, 9), 14))
 
 
-def test_a_copied_span_is_refreshed_when_its_copy_is_whole() -> None:
-    one = CopyRefresh(links=(Copy(Span(2, 4), 7),), raised=0.5, around=1)
-    state = inserted(one, [U] * 7, 5, 1)
-    assert state.columns[0].tolist() == [0] * 6
-    state.columns[0, 2] = 0.75
-    state.append(np.array([U], np.int8), 6)
-    # Tokens 1 to 4 stand beside or in the source; what was used more than .5 stays so.
-    assert state.columns[0].tolist() == [0, 0.5, 0.75, 0.5, 0.5, 0, 0]
-    assert state.columns[1].tolist() == [0, 6, 6, 6, 6, 1, 6]
-    state.columns[0] = 0
-    state.append(np.array([U], np.int8), 7)
-    assert not state.columns[0].any()  # a copy counts once
+def test_a_copied_span_is_worth_more_when_its_copy_is_whole() -> None:
+    one = CopyRefresh(links=(Copy(Span(2, 4), 7), Copy(Span(3, 4), 7)), raised=0.5, around=1)
+    state = inserted(one, [U] * 6, 6)
+    assert pages_of(state, *range(7)) == pytest.approx([0.6] * 6)
+    state.append(np.array([U], np.int8), 0)
+    # Tokens 1 to 4 stand beside or in the source; who is quoted twice has no more than who is quoted once.
+    assert pages_of(state, *range(8)) == pytest.approx([0.6, 1.1, 1.1, 1.1, 1.1, 0.6, 0.6])
 
 
 def test_a_tool_call_that_repeats_its_form_is_no_quote() -> None:

@@ -43,7 +43,7 @@ def decayed(age: float) -> float:
     return BASE * 2 ** (-age / HALF_LIFE)
 
 
-ALL_FAR = {"sink_tokens": 0, "near_tokens": 0}
+ALL_FAR = {"sink_tokens": 0, "near_tokens": 0, "rho": 0.99, "alpha": 4.0, "tau_factor": 2.0}
 
 
 @pytest.mark.parametrize("kind", [FastMemory, BiasCorrected, RegionFloors, AdaptiveRates, Reuse])
@@ -74,17 +74,20 @@ def test_the_fast_memory_outweighs_the_slow_one_soon() -> None:
 
 
 def test_bias_correction_makes_a_young_token_the_equal_of_an_old_one() -> None:
-    one = BiasCorrected(**ALL_FAR)
+    one = BiasCorrected(**{**ALL_FAR, "alpha": 2.0})
     assert observed(one, 1).token_scores(8) == pytest.approx(decayed(8) + 2 * X, rel=1e-5)
     assert observed(one, *range(1, 9)).token_scores(8) == pytest.approx(decayed(8) + 2 * X, rel=1e-5)
     assert observed(one).token_scores(0) == pytest.approx([BASE] * 4)  # never seen: no usage
 
 
 def test_a_floor_is_a_share_of_the_base_and_the_rest_is_scaled_into_what_is_above_it() -> None:
-    state = RegionFloors(floor=0.1).new_state()
+    state = RegionFloors(floor=0.1, alpha=4.0).new_state()
     state.append(np.array([Region.SYSTEM, U], np.int8), 0)
     # System: .1 + .9 * (1 / 5); user: .06 + .94 * (.6 / 5).
     assert state.token_scores(0) == pytest.approx([0.28, 0.1728])
+    state.columns[0] = 0.25
+    assert state.policy.importance(state, 0, slice(2)) == pytest.approx([0.9 / 5, 0.94 / 5])  # 4 * .25 = 1
+    assert state.token_scores(0) == pytest.approx([0.28 + 0.9 / 5, 0.1728 + 0.94 / 5])
 
 
 def test_rates_follow_from_lives_that_end() -> None:

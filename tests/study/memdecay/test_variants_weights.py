@@ -1,13 +1,13 @@
 """Heads and layers that look at facts are found, and used where they were not found.
 
-Of 120 tokens 16 are sinks, then a page of user, a page of a document that holds the fact, and scratchpad, of which the
-first eight tokens are far. One head looks at the document 40 times as hard as at anything else, the others look at all
-alike.
+Of 120 tokens 4 are sinks; then come system, a page of a document that holds the fact, and scratchpad, of which the
+first eight tokens are far. One head looks at half of the document twenty times as hard as at anything else, the others
+look at all alike.
 
-At a quarter one page of 16 tokens stays. By an even head the user page is worth .512 + 4 (.077 / 2) = .67 and the
-document .368 + .15 = .52. By the head that looks, 8 times, the document has a lift of 2.2, which refreshes it: .40 +
-4 (.077 * .69) = .61, and the user page, which hardly gets any, .53. The average of four heads gives the document a lift
-of 1.6 and no refresh: .56, and the user page still .62.
+At a quarter one page of 16 tokens stays. After eight observations by even heads no page has relief: system is worth .97
+and the document .37. By the head that looks, the lifts in the document are 5.1 and .25, so it has
+24 * .149 * (.84 - .20) / 2 = 1.1 more, and stays. The average of four heads has lifts of 2.5 and .73: .52 more, which
+is too little.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierkv.study.memdecay import variants
 from tierkv.study.memdecay.survival import Pair
 from tierkv.study.memdecay.variants_tables import Report
 
-U, R, P = Region.USER, Region.RETRIEVAL, Region.SCRATCHPAD
+S, R, P = Region.SYSTEM, Region.RETRIEVAL, Region.SCRATCHPAD
 LAYERS, HEADS = 2, 4
 
 
@@ -32,13 +32,13 @@ def looking(scenario: str, head: int) -> list[Pair]:
     """The same in both tiers."""
     pairs: list[Pair] = []
     for tier in ("long", "short"):
-        episode, trace = pair_of([(U, 32), (R, 16), (P, 72)], [(R, 36, 40)], scenario, tier)
+        episode, trace = pair_of([(S, 32), (R, 16), (P, 72)], [(R, 36, 40)], scenario, tier)
         masses = []
         for which in range(HEADS):
             rows = [np.ones(q + 1) for q in trace.queries.tolist()]
             for row in rows:
                 if which == head:
-                    row[32:48] = 40
+                    row[32:40] = 20
                 row /= row.sum()
             masses.append(np.concatenate(rows))
         pairs.append((episode, replace(trace, mass=np.array(masses, np.float16))))
@@ -75,7 +75,7 @@ def test_scenarios_are_halved_by_turns() -> None:
 
 def test_a_page_outranks_those_that_got_less_and_not_those_that_got_the_same() -> None:
     (episode, trace), _ = looking("inn", 1)
-    # The other far pages are the user's, of the same age, and the scratchpad's first, which fewer queries see as far.
+    # The other far pages are the system's, of the same age, and the scratchpad's first, which fewer queries see as far.
     assert variants.outranked(episode, trace).tolist() == [[0.5, 1, 0.5, 0.5]]
     assert variants.outranked(episode, replace(trace, mass=variants.by_layer(trace, 2))).tolist() == [
         [1, 0.5]
@@ -86,6 +86,6 @@ def test_traces_that_are_not_by_head_and_a_single_scenario_are_refused() -> None
     with pytest.raises(ConfigError, match="does not hold all heads of 3 layers"):
         variants.run_weighted(looking("inn", 0), 3)
     with pytest.raises(ConfigError, match="does not hold all heads"):
-        variants.run_weighted([pair_of([(U, 16)], [(U, 2, 3)])], LAYERS)
+        variants.run_weighted([pair_of([(S, 16)], [(S, 2, 3)])], LAYERS)
     with pytest.raises(ConfigError, match="1 scenarios cannot be halved"):
         variants.run_weighted(looking("inn", 0), LAYERS)
