@@ -38,7 +38,7 @@ PAPER: dict[tuple[str, str, float], str] = {
 
 ORDER = (
     "full", "random", "streaming", "h2o", "tova", "snapkv", "ema", "memdecay", "memdecay-lift", "tiered-digests",
-    "tiered",
+    "tiered-low-bit", "tiered",
 )  # fmt: skip
 CHALLENGER = "memdecay-lift"
 RIVALS = ("memdecay", "h2o")

@@ -1,10 +1,12 @@
 """The tiered arm: a real daemon whose whole HBM pool is a share of the episode's KV bytes, and nothing is dropped.
 
 Unlike the paper's policies it does not choose before the question: pages wait in host memory, and the question's own
-queries say which of them attention reads. So its figures stand beside the policies' and are not theirs. Two of them:
+queries say which of them attention reads. So its figures stand beside the policies' and are not theirs. Three of them:
 
-tiered          every cold page is read where it lies, exact, by the question and by each step of the answer
-tiered-digests  the question reads them all; each step only what digests name, 32 pages a KV head
+tiered          pages are exact, in HBM or in host memory; the question and each step of the answer read all of them,
+                those in host memory where they lie
+tiered-low-bit  pages become low-bit in HBM first, as the daemon does unless it is told otherwise; steps read those so
+tiered-digests  as the first, but a step reads only what digests name, 32 pages a KV head
 
 Bytes are counted in bfloat16, and everything is inside them: exact and low-bit pages, digests, the codec's state.
 """
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tierkv.daemon import policy
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.recall import RecallOptions
 from tierkv.study import processes
@@ -45,9 +48,10 @@ class Setting(NamedTuple):
     digest_share: float
     digest_layers: int  # 0: all
 
-    def as_daemon(self) -> dict[str, object]:
+    def as_daemon(self, low_bit: bool) -> dict[str, object]:
         return {
             "policy": POLICY,
+            **({} if low_bit else {"quantize_below": NEVER}),
             "recent_tokens": self.recent_tokens,
             "digest_share": self.digest_share,
             "digest_layers": self.digest_layers,
@@ -65,19 +69,37 @@ SETTINGS: dict[Tier, dict[float, Setting]] = {
         0.05: Setting(16, 16, 0.0, 0),
     },
 }
-"""Chosen on the four scenarios to develop on. A short episode's tenth is two pages: there is no such cell."""
+"""Chosen on scenarios to develop on. A short episode's tenth is two pages: there is no such cell."""
 
-READS = {"tiered": RecallOptions("direct", read=256), "tiered-digests": RecallOptions("direct", read=32)}
-"""A KV head's pages at most. An episode of the long tier has about 105 pages."""
+NEVER = -1.0
+"""A score that no page is below."""
+
+
+class Arm(NamedTuple):
+    recall: RecallOptions
+    low_bit: bool = False
+
+
+ARMS = {
+    "tiered": Arm(RecallOptions("direct", read=256)),
+    "tiered-low-bit": Arm(RecallOptions("direct", read=256), low_bit=True),
+    "tiered-digests": Arm(RecallOptions("direct", read=32)),
+}
+"""`read`: a KV head's pages at most. An episode of the long tier has about 105 pages."""
+
+
+def can(arm: str, tier: Tier, budget: float) -> bool:
+    """A step that reads by digests needs some."""
+    return arm != "tiered-digests" or SETTINGS[tier][budget].digest_share > 0
 
 
 def settings_of(tier: Tier, budget: float, arm: str) -> str:
     """Text that names everything which decides an answer."""
-    return f"{arm} {POLICY} {SETTINGS[tier][budget]} {READS[arm]}"
+    return f"{arm} {policy.dumps(policy.get(POLICY))} {SETTINGS[tier][budget]} {ARMS[arm]}"
 
 
 @contextmanager
-def serving(tier: Tier, budget: float, tokens: int, geometry: Geometry) -> Iterator[Client]:
+def serving(tier: Tier, budget: float, low_bit: bool, tokens: int, geometry: Geometry) -> Iterator[Client]:
     """A daemon with `budget` of the exact KV bytes of `tokens` tokens as its whole HBM, and a client of it."""
     import tierkv
     from tierkv.errors import TierKVError
@@ -85,7 +107,9 @@ def serving(tier: Tier, budget: float, tokens: int, geometry: Geometry) -> Itera
     pool = int(budget * tokens * geometry.token_bytes)
     with processes.state_directory() as folder:
         log = Path(folder) / "daemon.log"
-        command = processes.daemon_command(folder, pool, HOST_BYTES, SETTINGS[tier][budget].as_daemon())
+        command = processes.daemon_command(
+            folder, pool, HOST_BYTES, SETTINGS[tier][budget].as_daemon(low_bit)
+        )
         with processes.running(command, log) as daemon:
             try:
                 client = tierkv.connect(folder, CONNECT_SECONDS, reserve_ahead=0)
@@ -105,7 +129,7 @@ def answer(
     budget: float,
     arms: tuple[str, ...],
 ) -> list[Probed]:
-    """Replay the episode once and ask its probes over forks, under each of `arms`."""
+    """Replay the episode once and ask its probes over forks, under each of `arms` of this daemon."""
     from tierkv.model import attach
     from tierkv.transformers_cache import TieredCache
 
@@ -120,7 +144,7 @@ def answer(
         for arm in arms:
 
             @contextmanager
-            def fork(looking: RecallOptions = READS[arm]) -> Iterator[Cache]:
+            def fork(looking: RecallOptions = ARMS[arm].recall) -> Iterator[Cache]:
                 cache = TieredCache(session.fork(), chunk_tokens=chunk, recall=looking)
                 try:
                     yield cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,18 @@ pytestmark = pytest.mark.model
 
 
 @pytest.mark.slow
-def test_a_quarter_of_the_bytes_answers_what_the_whole_cache_does() -> None:
+@pytest.mark.parametrize(("arms", "low_bit"), [(("tiered",), False), (("tiered-low-bit",), True)])
+def test_a_quarter_of_the_bytes_answers_what_the_whole_cache_does(
+    arms: tuple[str, ...], low_bit: bool
+) -> None:
     from tierkv.study.model import load_smollm2
 
     model, tokenizer = load_smollm2()
     (scenario,) = [s for s in load_scenarios("dev") if s.name == "library"]
     episode = build(scenario, 0, "short", tokenizer)
     geometry = model_support.geometry(model, tiered.DTYPE)
-    with tiered.serving("short", 0.25, len(episode.tokens), geometry) as client:
-        probed = tiered.answer(model, tokenizer, client, episode, 0.25, ("tiered",))
+    with tiered.serving("short", 0.25, low_bit, len(episode.tokens), geometry) as client:
+        probed = tiered.answer(model, tokenizer, client, episode, 0.25, arms)
     assert [one.region for one in probed] == ["system", "user", "tool_out", "retrieval"]
     assert [one.right for one in probed] == [True] * 4  # as over the full cache
     assert all(0 < one.kept <= 0.25 * one.of for one in probed)
@@ -60,6 +64,11 @@ def test_a_whole_run_has_every_cell() -> None:
     tokenizer = load_tokenizer()
     work = missing(Plan(), tokenizer, Results(Path("/nowhere/at/all")))
     assert sum(bool(one.arms) for one in work) == 8 * 3 * 2
+    # Of the long tier's budgets 5% has no room for digests, of the short tier's 25% has none.
+    assert Counter(name for one in work for name in one.tiered) == {
+        "tiered": 24 * 6, "tiered-low-bit": 24 * 6, "tiered-digests": 24 * 4,
+    }  # fmt: skip
+    assert all(tiered.ARMS[name].low_bit == one.low_bit for one in work for name in one.tiered)
     cells = {(one.episode.tier, one.budget) for one in work if one.tiered}
     assert cells == {
         ("short", 0.5),
