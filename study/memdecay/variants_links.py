@@ -3,8 +3,9 @@
 Each is lift (`daemon.policy.lift`) for one episode, whose links it holds; an orchestrator or the token ids would tell
 the daemon the same. The constants were chosen on scenarios to develop on.
 
-The study's scenarios favour shared fate by construction: the parts that a plan names as its evidence hold facts that
-are asked for, so whoever is told the links is told where to look. `other_evidence` is the same policy told wrong.
+The report scenarios favour shared fate by construction: the parts that a plan names as its evidence are those that
+hold facts, so whoever is told the links is told where to look. In twelve of the sixteen to develop on that is not so.
+`other_evidence` is the same policy told wrong.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class SharedFate(Linked):
 
     name: ClassVar[str] = "shared-fate"
     links: tuple[Evidence, ...] = ()
-    share: float = 0.75
+    share: float = 0.5
 
     def link(
         self,
@@ -209,7 +210,7 @@ class CopyRefresh(Linked):
 
     name: ClassVar[str] = "copy-refresh"
     links: tuple[Copy, ...] = ()
-    raised: float = 1.0
+    raised: float = 0.5
     around: int = 8
 
     def link(

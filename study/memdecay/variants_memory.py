@@ -50,7 +50,7 @@ class FastMemory(MemDecayLift):
 
     name: ClassVar[str] = "fast-memory"
     fast_rho: float = 0.9
-    beta: float = 1.0
+    beta: float = 0.5
 
     def insert(self, step: float) -> tuple[float, ...]:
         return 0.0, step, 0.0
@@ -79,7 +79,7 @@ class BiasCorrected(MemDecayLift):
     """
 
     name: ClassVar[str] = "bias-corrected"
-    alpha: float = 2.0
+    alpha: float = 12.0
 
     def insert(self, step: float) -> tuple[float, ...]:
         return 0.0, step, 0.0
@@ -104,7 +104,7 @@ class RegionFloors(MemDecayLift):
     """
 
     name: ClassVar[str] = "region-floors"
-    floor: float = 0.05
+    floor: float = 0.01
 
     def scores(self, tokens: TokenState, step: float, span: slice) -> Floats:
         floor = np.float32(self.floor) * self.bases[tokens.region[span]]
@@ -140,7 +140,7 @@ class AdaptiveRates(MemDecayLift):
     """
 
     name: ClassVar[str] = "adaptive-rates"
-    patience: float = 16.0
+    patience: float = 40.0
     prior: float = 500.0
 
     def new_state(self) -> LifeState:
@@ -183,12 +183,13 @@ class Reuse(MemDecayLift):
     s = b_r exp(-(t - t_ref) / max(1 / lambda_r, stretch m)) + alpha u + trend (f - g)
     f and g are averages of x, of .9 and as of u, both over the weight they have so far.
 
-    The maximum recurrence interval is LazyEviction's (arXiv 2506.15969); a token is late only measured by it.
+    The maximum recurrence interval is LazyEviction's (arXiv 2506.15969); a token is late only measured by it. The best
+    trend is negative: what is looked at less than it was.
     """
 
     name: ClassVar[str] = "future-reuse"
     stretch: float = 2.0
-    trend: float = 1.0
+    trend: float = -4.0
     fast_rho: float = 0.9
 
     def insert(self, step: float) -> tuple[float, ...]:
