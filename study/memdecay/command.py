@@ -24,6 +24,16 @@ def recall(
         Split, typer.Option(help="Scenarios: to report on, or to develop and tune on.")
     ] = Split.report,
     tiered: Annotated[bool, typer.Option(help="Also the arms that need a daemon.")] = True,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Which of those: tiered, tiered-digests, tiered-low-bit; the first two by default."
+        ),
+    ] = None,
+    budget: Annotated[
+        list[float] | None,
+        typer.Option(help="Of those: in the long tier only, and at which of .5, .25, .1 and .05."),
+    ] = None,
     out: Out = Path("out"),
     as_json: Json = False,
 ) -> None:
@@ -35,8 +45,7 @@ def recall(
         from tierkv.study.model import load_smollm2
 
         plan = (study.QUICK if quick else study.Plan())._replace(split=split.value)
-        if not tiered:
-            plan = plan._replace(tiered=())
+        plan = study.choose(plan, tiered, arm, budget)
         folder = out / ("study-quick" if quick else "study")
         results = study.open_results(folder, plan.split)
         with progress() as told:

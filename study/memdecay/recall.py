@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from tierkv import model_support
+from tierkv.errors import ConfigError
 from tierkv.study.memdecay import tiered
 from tierkv.study.memdecay.arms import Arm, compared
 from tierkv.study.memdecay.ask import Question, ask
@@ -54,13 +55,33 @@ class Plan(NamedTuple):
     variants: tuple[int, ...] = (0, 1, 2)
     arms: tuple[Arm, ...] = compared()
     budgets: tuple[float, ...] = BUDGETS
-    tiered: tuple[str, ...] = tuple(tiered.ARMS)
+    tiered: tuple[str, ...] = ("tiered", "tiered-digests")
     tiered_scenarios: int | None = None  # the first so many of the split; None: all
     tiered_budgets: tuple[float, ...] | None = None  # None: all that there are
 
 
 QUICK = Plan(variants=(0,), tiered=("tiered",), tiered_scenarios=4, tiered_budgets=(0.25, 0.1, 0.05))
 """Every scenario once; the daemon's arms on four of them, in the long tier at the budgets that have targets."""
+
+
+def choose(plan: Plan, any_tiered: bool, arms: Sequence[str] | None, budgets: Sequence[float] | None) -> Plan:
+    """The plan with these tiered arms and budgets; None leaves the plan's.
+
+    Raises:
+        ConfigError: an arm or a budget does not exist.
+    """
+    for arm in arms or ():
+        if arm not in tiered.ARMS:
+            raise ConfigError(f"the tiered arm {arm!r} does not exist; use one of {', '.join(tiered.ARMS)}")
+    for budget in budgets or ():
+        if budget not in tiered.SETTINGS["long"]:
+            known = ", ".join(map(str, tiered.SETTINGS["long"]))
+            raise ConfigError(f"no tiered arm has the budget {budget:g}; use one of {known}")
+    if not any_tiered:
+        return plan._replace(tiered=())
+    return plan._replace(
+        tiered=tuple(arms or plan.tiered), tiered_budgets=tuple(budgets) if budgets else plan.tiered_budgets
+    )
 
 
 def missing(plan: Plan, tokenizer: PreTrainedTokenizerBase, results: Results) -> list[Work]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tierkv import model_support
+from tierkv.errors import ConfigError
 from tierkv.study.memdecay import tiered
-from tierkv.study.memdecay.recall import QUICK, Plan, missing
+from tierkv.study.memdecay.recall import QUICK, Plan, choose, missing
 from tierkv.study.memdecay.results import Probed, Results, fingerprint
 from tierkv.study.memdecay.scenarios import build, load_scenarios
 
@@ -64,11 +65,16 @@ def test_a_whole_run_has_every_cell() -> None:
     tokenizer = load_tokenizer()
     work = missing(Plan(), tokenizer, Results(Path("/nowhere/at/all")))
     assert sum(bool(one.arms) for one in work) == 8 * 3 * 2
-    # Of the long tier's budgets 5% has no room for digests, of the short tier's 25% has none.
     assert Counter(name for one in work for name in one.tiered) == {
-        "tiered": 24 * 6, "tiered-low-bit": 24 * 6, "tiered-digests": 24 * 4,
-    }  # fmt: skip
-    assert all(tiered.ARMS[name].low_bit == one.low_bit for one in work for name in one.tiered)
+        "tiered": 24 * 6,
+        "tiered-digests": 24 * 4,
+    }
+    # Of the long tier's budgets 5% has no room for digests, of the short tier's 25% has none.
+    few = missing(
+        choose(Plan(), True, list(tiered.ARMS), [0.25]), tokenizer, Results(Path("/nowhere/at/all"))
+    )
+    assert Counter(name for one in few for name in one.tiered) == dict.fromkeys(tiered.ARMS, 24)
+    assert all(tiered.ARMS[name].low_bit == one.low_bit for one in few for name in one.tiered)
     cells = {(one.episode.tier, one.budget) for one in work if one.tiered}
     assert cells == {
         ("short", 0.5),
@@ -78,3 +84,17 @@ def test_a_whole_run_has_every_cell() -> None:
         ("long", 0.1),
         ("long", 0.05),
     }
+
+
+@pytest.mark.parametrize(
+    ("arms", "budgets", "said"),
+    [
+        (["tired"], None, "'tired' does not exist; use one of tiered, "),
+        (None, [0.3], "budget 0.3; use one of 0.5"),
+    ],
+)
+def test_what_no_tiered_arm_is_or_has_is_refused(
+    arms: list[str] | None, budgets: list[float] | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        choose(Plan(), True, arms, budgets)
