@@ -54,7 +54,9 @@ def compared() -> tuple[Arm, ...]:
 
     MemDecay and the moving average evict pages of 16 tokens that straddle regions, MemDecay with system pages pinned;
     the baselines evict tokens. Lift evicts the daemon's pages, which hold tokens of one region, and pins nothing.
+    `-prompts`: the last queries of each prompt are observed as well, as the daemon does and the paper does not.
     """
+    prompts = Protocol(prompt_window=8)
     return (
         Arm("full", policy.get("full")),
         *(Arm("random", policy.get("random", seed=seed)) for seed in RANDOM_SEEDS),
@@ -65,4 +67,6 @@ def compared() -> tuple[Arm, ...]:
         Arm("ema", policy.get("ema"), "straddling"),
         Arm("memdecay", policy.get("memdecay"), "straddling", pinned=True),
         Arm("memdecay-lift", policy.get("memdecay-lift"), "aligned"),
+        Arm("h2o-prompts", policy.get("h2o"), protocol=prompts),
+        Arm("memdecay-lift-prompts", policy.get("memdecay-lift"), "aligned", protocol=prompts),
     )

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "tiered": "#0b7285",
+    "tiered-low-bit": "#3b93a3",
     "tiered-digests": "#66b2bf",
+    "memdecay-lift-prompts": "#a33a00",
     "memdecay-lift": "#e8590c",
+    "h2o-prompts": "#a78bfa",
     "memdecay": "#f4a259",
     "h2o": "#7048e8",
     "random": "#868e96",
@@ -49,7 +52,7 @@ def _panel(panel: Axes, tier: str, cells: list[Cell]) -> None:
     policies = [name for name in reversed(ORDER) if name != "full" and any(c.policy == name for c in cells)]
     for i, name in enumerate(policies):
         shown = sorted((c for c in cells if c.policy == name), key=lambda c: c.budget)
-        shift = (i - (len(policies) - 1) / 2) * 0.065
+        shift = (i - (len(policies) - 1) / 2) * 0.05
         at = [place[c.budget] + shift for c in shown]
         value = [c.non_system for c in shown]
         error = [

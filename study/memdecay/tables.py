@@ -37,11 +37,14 @@ PAPER: dict[tuple[str, str, float], str] = {
 """Tables III and IV of the paper (arXiv 2607.10582), Qwen2.5-1.5B, all / non-system: beside ours, not to be reached."""
 
 ORDER = (
-    "full", "random", "streaming", "h2o", "tova", "snapkv", "ema", "memdecay", "memdecay-lift", "tiered-digests",
-    "tiered-low-bit", "tiered",
+    "full", "random", "streaming", "h2o", "h2o-prompts", "tova", "snapkv", "ema", "memdecay", "memdecay-lift",
+    "memdecay-lift-prompts", "tiered-digests", "tiered-low-bit", "tiered",
 )  # fmt: skip
-CHALLENGER = "memdecay-lift"
-RIVALS = ("memdecay", "h2o")
+RIVALS = {
+    "memdecay-lift": ("memdecay", "h2o"),
+    "memdecay-lift-prompts": ("memdecay", "h2o", "h2o-prompts"),
+}
+"""Whom each is compared with."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -64,10 +67,9 @@ def summarize(results: Results, split: str) -> StudyTables:
     found = sorted(cells(results), key=lambda c: (c.tier != "short", ORDER.index(c.policy), -c.budget))
     known = {(c.tier, c.budget, c.policy) for c in found}
     comparisons = [
-        Comparison(tier, budget, CHALLENGER, rival, compare(results, tier, budget, CHALLENGER, rival))
+        Comparison(tier, budget, policy, rival, compare(results, tier, budget, policy, rival))
         for tier, budget, policy in sorted(known)
-        if policy == CHALLENGER
-        for rival in RIVALS
+        for rival in RIVALS.get(policy, ())
         if (tier, budget, rival) in known
     ]
     return StudyTables(split, found, comparisons)
@@ -87,6 +89,7 @@ def render(tables: StudyTables) -> Group:
         "with its interval: 95%, bootstrap over scenarios",
         "at: the share of tokens that is kept; of the tiered arms, of the KV bytes that are in HBM",
         "the tiered arms' recall sees the question, the policies choose before it comes",
+        "-prompts: the last 8 queries of each prompt are observed as well; lift: memdecay-lift",
         "paper: the same policy on Qwen2.5-1.5B and its own scenarios",
     )
     return Group(*parts, *(Text(line, style="dim") for line in notes))
@@ -102,7 +105,8 @@ def _recall_table(tier: str, found: Sequence[Cell]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for cell in found:
         table.add_row(
-            cell.policy, f"{cell.budget:.0%}", f"{cell.recall:.2f}/{cell.non_system:.2f}",
+            cell.policy.replace("memdecay-lift", "lift"), f"{cell.budget:.0%}",
+            f"{cell.recall:.2f}/{cell.non_system:.2f}",
             f"{cell.non_system_low:.2f}-{cell.non_system_high:.2f}",
             *(f"{cell.by_region[region.label]:.2f}" for region in PROBED),
             PAPER.get((cell.tier, cell.policy, cell.budget), ""),
