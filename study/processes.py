@@ -1,6 +1,6 @@
-"""Child processes of the demo: a real daemon in a state directory of its own, and a worker whose stdout is read.
+"""Child processes of demo and study: a real daemon in a state directory of its own, a worker whose stdout is read.
 
-Leaving a `with` block ends its process and whatever that started, also after an error or Ctrl-C.
+Leaving a `with` block ends its process and whatever that started, also after an error, Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -60,9 +60,23 @@ def running(command: Sequence[str], log: Path, stdout: int | None = None) -> Ite
             start_new_session=True,  # Ctrl-C reaches us first, and we end it in order
         )
     try:
-        yield process
+        with _sigterm_as_exit():
+            yield process
     finally:
         stop(process)
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM leaves the block as an exception; only the main thread can ask for that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def stop(process: subprocess.Popen[str]) -> None:

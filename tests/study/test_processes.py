@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 
@@ -18,6 +19,21 @@ def test_leaving_the_block_ends_the_process_even_after_an_error(tmp_path):
     with pytest.raises(RuntimeError), processes.running(SLEEP, tmp_path / "log") as child:
         raise RuntimeError("the demo fails")
     assert child.poll() is not None
+
+
+def test_sigterm_ends_the_children_first(tmp_path):
+    program = (
+        "import sys, time; from pathlib import Path; from tierkv.study import processes\n"
+        f"with processes.running({SLEEP!r}, Path({str(tmp_path / 'log')!r})) as child:\n"
+        "    print(child.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.terminate()
+        assert parent.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
