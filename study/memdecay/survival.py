@@ -59,7 +59,8 @@ class Case(NamedTuple):
 class Cell(msgspec.Struct, frozen=True):
     """Shares of facts that survive. `signs`: scenarios won, tied and lost against the default, on what is not system.
 
-    `facts` counts an episode's fact once, however many cases are averaged.
+    `facts` counts an episode's fact once, however many cases are averaged. `by_value`: those that are not system, whose
+    value is a `number` or a `word`.
     """
 
     tier: str
@@ -68,7 +69,15 @@ class Cell(msgspec.Struct, frozen=True):
     survival: float
     non_system: float
     by_region: dict[str, float]
+    by_value: dict[str, float]
     signs: Signs
+
+
+class Fate(NamedTuple):
+    """What became of a fact, as the answer that a reader without fault would give."""
+
+    probed: Probed
+    value: str  # number or word
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -106,7 +115,7 @@ def survival(pairs: Iterable[Pair], cases: Sequence[Case], told: Told = unheard)
         raise ConfigError(
             f"{len(known)} traces of {len(models)} models: survival is measured on traces of one model; record some"
         )
-    fates: dict[tuple[str, str, str], list[Probed]] = {case.name: [] for case in cases}
+    fates: dict[tuple[str, str, str], list[Fate]] = {case.name: [] for case in cases}
     for done, (episode, trace) in enumerate(known):
         told(done, len(known), f"{episode.name}, {len(cases)} settings")
         if trace.tokens.tolist() != episode.tokens:
@@ -122,25 +131,27 @@ def survival(pairs: Iterable[Pair], cases: Sequence[Case], told: Told = unheard)
     return Survival(models.pop(), len({e.scenario for e, _ in known}), len(known), rows)
 
 
-def _fates(case: Case, episode: Episode, trace: Trace, budget: float) -> list[Probed]:
-    """What became of each fact, as the answer that a reader without fault would give."""
+def _fates(case: Case, episode: Episode, trace: Trace, budget: float) -> list[Fate]:
     kept = case.keeps(episode, trace, budget)
     return [
-        Probed(
-            episode.tier, case.policy, budget, episode.scenario, episode.variant, fact.region.label,
-            bool(kept[fact.start : fact.stop].all()), int(kept.sum()), len(kept), "",
+        Fate(
+            Probed(
+                episode.tier, case.policy, budget, episode.scenario, episode.variant, fact.region.label,
+                bool(kept[fact.start : fact.stop].all()), int(kept.sum()), len(kept), "",
+            ),
+            "number" if fact.gold.isdigit() else "word",
         )
         for fact in episode.facts
     ]  # fmt: skip
 
 
-def _cells(found: Sequence[Probed], default: Sequence[Probed]) -> list[Cell]:
-    grouped: dict[tuple[str, float], list[Probed]] = defaultdict(list)
+def _cells(found: Sequence[Fate], default: Sequence[Fate]) -> list[Cell]:
+    grouped: dict[tuple[str, float], list[Fate]] = defaultdict(list)
     for one in found:
-        grouped[one.tier, one.budget].append(one)
+        grouped[one.probed.tier, one.probed.budget].append(one)
     both = [
-        *(msgspec.structs.replace(one, policy="this") for one in found),
-        *(msgspec.structs.replace(one, policy="default") for one in default),
+        *(msgspec.structs.replace(one.probed, policy="this") for one in found),
+        *(msgspec.structs.replace(one.probed, policy="default") for one in default),
     ]
     return [
         _cell(tier, budget, fates, compare(both, tier, budget, "this", "default"))
@@ -148,15 +159,18 @@ def _cells(found: Sequence[Probed], default: Sequence[Probed]) -> list[Cell]:
     ]
 
 
-def _cell(tier: str, budget: float, fates: Sequence[Probed], signs: Signs) -> Cell:
+def _cell(tier: str, budget: float, fates: Sequence[Fate], signs: Signs) -> Cell:
     by_region: dict[str, list[bool]] = defaultdict(list)
-    for one in fates:
+    by_value: dict[str, list[bool]] = defaultdict(list)
+    for one, value in fates:
         by_region[one.region].append(one.right)
-    others = [one.right for one in fates if one.region != Region.SYSTEM.label]
+        if one.region != Region.SYSTEM.label:
+            by_value[value].append(one.right)
     return Cell(
-        tier, budget, len({(one.scenario, one.variant, one.region) for one in fates}),
-        _share([one.right for one in fates]), _share(others),
-        {region: _share(kept) for region, kept in by_region.items()}, signs,
+        tier, budget, len({(f.probed.scenario, f.probed.variant, f.probed.region) for f in fates}),
+        _share([f.probed.right for f in fates]), _share([right for some in by_value.values() for right in some]),
+        {region: _share(kept) for region, kept in by_region.items()},
+        {value: _share(kept) for value, kept in sorted(by_value.items())}, signs,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def pair_of(
     )
     total = stops[-1]
     episode = Episode(scenario, variant, tier, list(range(total)), placed, (total,),
-                      tuple(Fact(region, "?", "!", 0, start, stop) for region, start, stop in facts))  # fmt: skip
+                      tuple(Fact(region, "?", "61" if region == U else "fir", 0, start, stop) for region, start, stop in facts))  # fmt: skip
     queries = np.arange(max(0, total - 48), total, dtype=np.int32)
     mass = np.concatenate([np.full(q + 1, 1 / (q + 1)) for q in queries]).astype(np.float16)
     regions = np.array([b.region for b in placed for _ in range(b.start, b.stop)], np.int8)
@@ -67,6 +67,7 @@ def test_a_fact_survives_when_all_of_its_tokens_do() -> None:
     first, second = (row.at("long", 0.25) for row in report.rows)
     assert first.by_region == {"system": 1, "user": 0, "retrieval": 1}
     assert second.by_region == {"system": 1, "user": 1, "retrieval": 0}
+    assert (first.by_value, second.by_value) == ({"number": 0, "word": 1}, {"number": 1, "word": 0})
     assert (first.survival, first.non_system, first.facts) == (pytest.approx(2 / 3), 0.5, 3)
     assert (report.model, report.scenarios, report.episodes) == ("m", 1, 1)
 

@@ -23,8 +23,8 @@ def row(name: str, long: tuple[str, str], short: tuple[float, float], survival: 
     cells = []
     for budget, signs, non_system in zip((0.25, 0.5), long, short, strict=True):
         wins, losses = map(int, signs.split("-"))
-        cells.append(Cell("long", budget, 48, survival, 0.4, {}, Signs(wins, 0, losses)))
-        cells.append(Cell("short", budget, 48, survival, non_system, {}, Signs(0, 4, 0)))
+        cells.append(Cell("long", budget, 48, survival, 0.4, {}, {}, Signs(wins, 0, losses)))
+        cells.append(Cell("short", budget, 48, survival, non_system, {}, {}, Signs(0, 4, 0)))
     return Row("memdecay-lift", name, "", cells)
 
 
