@@ -36,8 +36,10 @@ def pair_of(
         for (region, count), stop in zip(blocks, stops, strict=True)
     )
     total = stops[-1]
-    episode = Episode(scenario, variant, tier, list(range(total)), placed, (total,),
-                      tuple(Fact(region, "?", "61" if region == U else "fir", 0, start, stop) for region, start, stop in facts))  # fmt: skip
+    asked = tuple(
+        Fact(region, "?", "61" if region == U else "fir", 0, start, stop) for region, start, stop in facts
+    )
+    episode = Episode(scenario, variant, tier, list(range(total)), placed, (total,), asked)
     queries = np.arange(max(0, total - 48), total, dtype=np.int32)
     mass = np.concatenate([np.full(q + 1, 1 / (q + 1)) for q in queries]).astype(np.float16)
     regions = np.array([b.region for b in placed for _ in range(b.start, b.stop)], np.int8)
