@@ -402,7 +402,7 @@ def test_a_failed_observation_is_told_at_the_next_step_once(world: World) -> Non
     step(client, session, 1, 10)
     session.observe(np.full(10, -1.0, np.float32))
     client.ping()
-    until(lambda: session._unanswered == 0)
+    until(lambda: session._in_flight.unanswered == 0)
     with pytest.raises(RequestError, match="between 0 and 1"):
         session.begin(1)
     step(client, session, 1, 1, steps=1)
@@ -418,7 +418,7 @@ def test_a_failed_commit_ends_the_session(world: World) -> None:
     session._labels.commit()  # a worker's bug: it commits other tokens than it wrote
     session.commit()
     session.end()
-    until(lambda: session._unanswered == 0)
+    until(lambda: session._in_flight.unanswered == 0)
     for _ in range(2):
         with pytest.raises(RequestError):
             session.begin(1)
@@ -495,10 +495,10 @@ def test_one_spare_page_is_kept_so_that_a_decode_step_does_not_wait(world: World
     client = world.client()
     session = client.open(SMALL, "m")
     step(client, session, 1, 32)
-    until(lambda: len(session._blanks) == 1)
+    until(lambda: len(session._residency.blanks) == 1)
     for _ in range(40):
         step(client, session, 1, 1, steps=1)
-        assert len(session._blanks) <= 1
+        assert len(session._residency.blanks) <= 1
     assert settled(client, session)["blank_pages"] <= 1
 
 
