@@ -15,6 +15,7 @@ import torch
 from tierkv.attention.contract import CHOOSING_QUERIES, READ_ALL
 from tierkv.attention.reference_cold import pages_read, shares_of
 from tierkv.study.estimators import DIGEST, Layout, Summary, grouped
+from tierkv.study.own_attention import take_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,26 +93,12 @@ class ViewedAttention:
     """The attention of a model (batches of one): through `view`, or plain SDPA while there is none."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
-
         self.view: ColdView | None = None
-        AttentionInterface.register(IMPLEMENTATION, self._attend)
-        AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-        model.set_attn_implementation(IMPLEMENTATION)
+        take_over(model, IMPLEMENTATION, self._attend)
 
     def _attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        attention_mask: torch.Tensor | None, scaling: float, **options: object,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor | None:
         if self.view is None:
-            plain = sdpa_attention_forward(
-                module, query, key, value, attention_mask, scaling=scaling, **options
-            )
-            return plain[0], None
-        layer = module.layer_idx
-        assert isinstance(layer, int)
-        out = self.view.attend(layer, query[0], key[0], value[0], scaling)
-        return out.transpose(0, 1).unsqueeze(0), None
+            return None
+        return self.view.attend(layer, query[0], key[0], value[0], scale).transpose(0, 1).unsqueeze(0)

@@ -27,7 +27,7 @@ from transformers import DynamicCache
 
 from tierkv.geometry import Geometry
 from tierkv.quant.contract import Codec, Floats
-from tierkv.regions import Region, Run
+from tierkv.regions import Region, Run, default_region
 from tierkv.study.probe import cache_argument
 from tierkv.table import lay_out
 
@@ -120,7 +120,7 @@ class QuantizedCache(DynamicCache):  # type: ignore[misc]
         runs = []
         while tokens:
             if not self._labels:
-                self._labels.append(Run(Region.SCRATCHPAD if tokens == 1 else Region.USER, tokens))
+                self._labels.append(Run(default_region(tokens), tokens))
             region, labelled = self._labels.popleft()
             take = min(tokens, labelled)
             runs.append(Run(region, take))

@@ -24,6 +24,7 @@ from tierkv import handshake
 from tierkv.errors import OwnerUnavailable, PagesLost, ProtocolError, TierKVError
 from tierkv.geometry import Geometry
 from tierkv.line import Attachment, Call, Line
+from tierkv.opening import make_session
 from tierkv.pool import MappedPool
 from tierkv.protocol import (
     PROTOCOL_VERSION,
@@ -43,8 +44,9 @@ from tierkv.protocol import (
     SessionState,
     Stats,
     StatsResult,
+    TableState,
 )
-from tierkv.session import Session, make_session
+from tierkv.session import Session
 from tierkv.waiting import failed, give, wait
 
 TIMEOUT_SECONDS = 10.0
@@ -176,11 +178,13 @@ class Client:
         options = SessionOptions(ladder=ladder, hbm_budget=hbm_budget, pins=pins)
         g = geometry
         fields = GeometryFields(g.num_layers, g.num_kv_heads, g.head_dim, g.dtype, g.page_tokens)
-        return make_session(
-            self,
-            Open(model_id, fields, options),
-            lambda table: Session(self, table, geometry, model_id, options),
-        )
+
+        def make(table: TableState) -> Session:
+            session = Session(self, table, geometry, model_id, options)
+            self.enroll(session)
+            return session
+
+        return make_session(self, Open(model_id, fields, options), make)
 
     def stats(self, session: int = -1) -> dict[str, float]:
         """Numbers of the whole daemon, or of one session."""

@@ -39,6 +39,12 @@ class ColdRows(NamedTuple):
     in_hbm: NDArray[np.bool_]  # a low-bit replica is there, but the exact host copy is to be read
 
 
+NO_COLD_ROWS = ColdRows(
+    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int8),
+    np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.bool_),
+)  # fmt: skip
+
+
 Verify = Callable[[int, int, int, int], bool]
 """`(page id, table.Kind, host offset, checksum)`: whether these host bytes are what was stored."""
 
@@ -145,6 +151,8 @@ class PageTable:
         """Cold pages that hold tokens `[0, stop)`. A host replica is verified once, before it is first named here; one
         that is damaged is left out.
         """
+        if not self._away:
+            return NO_COLD_ROWS
         top = int(np.searchsorted(self.start[: self.length], stop, side="left"))
         rows = np.flatnonzero((self.kind[:top] == Kind.NONE) & (self.host_kind[:top] != Kind.NONE))
         self._verify(rows, verify)

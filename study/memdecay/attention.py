@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tierkv.study.own_attention import take_over
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -107,13 +109,8 @@ class StudyAttention:
     """The attention of a model: plain SDPA until told otherwise."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
-
         self._mode: Observing | SharedContext | None = None
-        AttentionInterface.register(IMPLEMENTATION, self._attend)
-        AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-        model.set_attn_implementation(IMPLEMENTATION)
+        take_over(model, IMPLEMENTATION, self._attend)
 
     @contextmanager
     def using(self, mode: Observing | SharedContext) -> Iterator[None]:
@@ -124,16 +121,10 @@ class StudyAttention:
             self._mode = None
 
     def _attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        attention_mask: torch.Tensor | None, scaling: float, **options: object,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        layer = module.layer_idx
-        assert isinstance(layer, int)
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor | None:
         if isinstance(self._mode, SharedContext):
-            return self._mode.attend(layer, query, key, value, scaling), None
+            return self._mode.attend(layer, query, key, value, scale)
         if isinstance(self._mode, Observing):
-            self._mode.see(query[0], key[0], scaling)
-        plain = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-        return plain[0], None
+            self._mode.see(query[0], key[0], scale)
+        return None

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tierkv import attention, quant
+from tierkv import quant
 from tierkv.attention.contract import PagedAttention, Pages, PoolView
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.table import Kind
@@ -122,11 +122,6 @@ def softmax_attention(
 
 def random_query(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(scope="module", params=attention.NAMES)
-def implementation(request: pytest.FixtureRequest) -> PagedAttention:
-    return attention.get(request.param)
 
 
 def check_decode(implementation: PagedAttention, case: Case, ratio: int, seed: int) -> None:

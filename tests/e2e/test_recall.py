@@ -177,7 +177,7 @@ def test_a_scout_leaves_no_trace(model: Any, start: Start) -> None:
         session.label("plan", 12)
         before = len(cache.audits)
         greedy(model, longer(prompt(PROMPT), prompt(40, seed=5)["input_ids"]), cache, max_new_tokens=3)
-        table = session._table
+        table = session._residency.table
         rows = slice(0, table.length)
         tables.append(
             (table.start[rows].tolist(), table.region[rows].tolist(), session.step, session.horizon, before)
@@ -193,7 +193,7 @@ def test_pages_that_a_step_waits_for_are_there_when_it_goes_on(model: Any, start
     rows = cold_rows(session)
     wanted = rows.pages[:4].tolist()
     session.recall(wanted, [0.9, 0.8, 0.7, 0.6], 5.0)
-    kinds = [session._table.kind[session._table.index[page]] for page in wanted]
+    kinds = [session._residency.table.kind[session._residency.table.index[page]] for page in wanted]
     assert kinds == [Kind.QUANTIZED] * 4
     cache.close()
 
@@ -204,15 +204,15 @@ def test_an_exact_page_comes_back_bit_for_bit(model: Any, start: Start) -> None:
     cache = TieredCache(session, recall="off")
     with torch.no_grad():
         model(**prompt(64), logits_to_keep=1, **{CACHE: cache})
-    table = session._table
+    table = session._residency.table
     page, offset = int(table.page[2]), int(table.offset[2])
     before = session.pool.data[offset : offset + PAGE_BYTES].copy()
     with torch.no_grad():
         model(prompt(PROMPT, seed=6)["input_ids"], logits_to_keep=1, **{CACHE: cache})
     assert table.kind[table.index[page]] != Kind.EXACT
     session.pin(32, 48, "exact")
-    wait_until(lambda: session._table.kind[session._table.index[page]] == Kind.EXACT)
-    at = int(session._table.offset[session._table.index[page]])
+    wait_until(lambda: session._residency.table.kind[session._residency.table.index[page]] == Kind.EXACT)
+    at = int(session._residency.table.offset[session._residency.table.index[page]])
     np.testing.assert_array_equal(session.pool.data[at : at + PAGE_BYTES], before)
     cache.close()
 
@@ -221,8 +221,10 @@ def test_a_damaged_page_is_never_attended_and_counted_as_lost(model: Any, start:
     client = start()
     cache = filled(model, client, RecallOptions("off", audit_every=0))  # nothing was verified yet
     session: Any = cache.sessions[0]
-    row = int(np.flatnonzero(session._table.kind[: session._table.length] == Kind.NONE)[0])
-    page, offset = int(session._table.page[row]), int(session._table.host_offset[row])
+    row = int(
+        np.flatnonzero(session._residency.table.kind[: session._residency.table.length] == Kind.NONE)[0]
+    )
+    page, offset = int(session._residency.table.page[row]), int(session._residency.table.host_offset[row])
     (pool,) = Path(client.state_dir).glob("host*")
     with pool.open("r+b") as file:
         file.seek(offset + 100)

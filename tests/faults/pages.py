@@ -55,7 +55,7 @@ def check(client: Client, session: Session, seed: int) -> Found:
     session.begin(0)
     counts = {"hbm": 0, "host": 0, "none": 0, "wrong": 0}
     start = 0
-    for entry in session._table.entries(session.horizon):
+    for entry in session._residency.table.entries(session.horizon):
         replicas = []
         if entry.kind == Kind.EXACT:
             replicas.append(("hbm", client.hbm(), entry.offset))

@@ -1,0 +1,294 @@
+"""Rows with cold pages, and what attention over them must give: dense float64 arithmetic over the K/V that were put
+into the pages (or, for packed pages, over what the codec's torch reference reads back) and over the digests' numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.contract.test_attention import CLOSE, DTYPES, MASS_CLOSE, Case, make_case, random_query
+from tierkv.attention.contract import (
+    CHOOSING_QUERIES,
+    Attended,
+    Cold,
+    ColdPages,
+    ColdSeen,
+    PagedAttention,
+    Pages,
+)
+from tierkv.geometry import DTypeName
+from tierkv.prefetch import digests
+from tierkv.table import NOWHERE
+
+
+@dataclass
+class Part:
+    """Some tokens of a row in float64: keys, values `[kv_heads, tokens, head_dim]`; which page each token is of."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    page_of: torch.Tensor  # [tokens] index among the row's pages of this part
+    places: NDArray[np.int64]  # [tokens] in a mass array
+
+
+@dataclass
+class Both:
+    """Rows with pages in HBM (`case`) and cold ones, whose digests lie behind the former in the HBM pool."""
+
+    case: Case
+    host: Case
+    cold: Cold
+    pages: Pages
+
+    @property
+    def layers(self) -> int:
+        return self.case.view.digest_layers
+
+    def part(self, cold: bool, row: int, layer: int) -> Part:
+        case = self.host if cold else self.case
+        pages = self.cold.pages if cold else self.pages
+        here = slice(*case.pages.row_starts[row : row + 2])
+        counts = torch.from_numpy(pages.counts[here].astype(np.int64))
+        starts = pages.token_starts[here]
+        spans = [np.arange(start, start + n) for start, n in zip(starts, counts.tolist(), strict=True)]
+        return Part(
+            *case.dense[row][:, layer],
+            torch.arange(len(counts)).repeat_interleave(counts),
+            np.concatenate([np.arange(0), *spans]).astype(np.int64),
+        )
+
+    @staticmethod
+    def logits(query: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
+        """`[q_heads, tokens]` of a query `[q_heads, head_dim]`."""
+        ratio = query.shape[0] // part.keys.shape[0]
+        return torch.stack([q.double() @ part.keys[h // ratio].T * scale for h, q in enumerate(query)])
+
+    def estimates(self, query: torch.Tensor, row: int, layer: int, scale: float) -> torch.Tensor:
+        """Log-mass `[q_heads, cold pages]` of a query `[q_heads, head_dim]`, from the digests' numbers."""
+        geometry = self.case.view.geometry
+        shape = digests.digest_shape(geometry, self.layers)
+        group = query.shape[0] // geometry.num_kv_heads
+        first, last = self.host.pages.row_starts[row : row + 2]
+        found = torch.full((query.shape[0], int(last - first)), -math.inf, dtype=torch.float64)
+        for page in range(first, last):
+            offset, n = int(self.cold.pages.digests[page]), int(self.cold.pages.counts[page])
+            if offset == NOWHERE:
+                continue
+            digest = digests.read(shape, self.case.view.data[offset : offset + shape.nbytes])
+            at = layer - (geometry.num_layers - shape.layers)
+            for head in range(query.shape[0]):
+                q = query[head].double().numpy()
+                mean = float(scale * q @ digest.mean[at, head // group].astype(np.float64))
+                sigma = float(abs(scale) * np.linalg.norm(q * digest.deviation[at, head // group]))
+                found[head, page - first] = second_cumulant(mean, sigma, n)
+        return found
+
+
+def second_cumulant(mean: float, sigma: float, n: int) -> float:
+    """The formula that `tierkv.prefetch.digests` documents."""
+    a = math.sqrt(2 * math.log(n))
+    return math.log(n) + mean + (sigma**2 / 2 if sigma <= a else a * sigma - a**2 / 2)
+
+
+def make_both(
+    seed: int, row_pages: tuple[int, ...] = (5,), cold_pages: tuple[int, ...] = (9,), *, read: int = 3,
+    digest_layers: int = 1, without: tuple[int, ...] = (),
+    dtype: DTypeName = "bfloat16", head_dim: int = 64, kv_heads: int = 3, low: float = 0.5, codec_name: str = "k3v2",
+) -> Both:  # fmt: skip
+    """`without`: cold pages that have no digest."""
+    shape = {"dtype": dtype, "head_dim": head_dim, "kv_heads": kv_heads, "codec_name": codec_name}
+    case = make_case(seed, row_pages=row_pages, low=low, **shape)
+    host = make_case(seed + 1, row_pages=cold_pages, low=low, **shape)
+    geometry = case.view.geometry
+    form = digests.digest_shape(geometry, digest_layers)
+    start = -(-len(case.view.data) // 64) * 64
+    hbm = np.zeros(start + sum(cold_pages) * form.nbytes, np.uint8)
+    hbm[: len(case.view.data)] = case.view.data
+    offsets = np.full(sum(cold_pages), NOWHERE, np.int64)
+    token_starts = host.pages.token_starts + case.pages.total_tokens
+    for page in range(sum(cold_pages)):
+        if page not in without:
+            offsets[page] = start + page * form.nbytes
+            exact = np.zeros(geometry.page_bytes, np.uint8)
+            keys = exact_keys(host, page).to(DTYPES[dtype])
+            view = torch.from_numpy(exact).view(DTYPES[dtype]).view(geometry.shape)
+            view[:, 0, :, : keys.shape[2]] = keys
+            digests.write(form, exact, keys.shape[2], hbm[offsets[page] :][: form.nbytes])
+    case.view = case.view._replace(data=hbm, digest_layers=digest_layers)
+    host.view.data.flags.writeable = False  # a worker maps the host pool read-only
+    pages = case.pages._replace(total_tokens=case.pages.total_tokens + host.pages.total_tokens)
+    cold = ColdPages(
+        offsets, host.pages.offsets, host.pages.kinds, host.pages.counts, token_starts, host.pages.row_starts
+    )
+    return Both(case, host, Cold(cold, host.view, read), pages)
+
+
+def exact_keys(host: Case, page: int) -> torch.Tensor:
+    """Keys `[layers, kv_heads, tokens, head_dim]` of a page, as its replica holds them."""
+    row = int(np.searchsorted(host.pages.row_starts, page, "right")) - 1
+    first = int(host.pages.counts[host.pages.row_starts[row] : page].sum())
+    return host.dense[row][0, :, :, first : first + int(host.pages.counts[page])]
+
+
+def tops(wanted: torch.Tensor, told: torch.Tensor, read: int) -> list[int]:
+    """The `read` largest of `wanted` `[pages]` among those that are `told`."""
+    order = sorted((page for page in range(len(wanted)) if told[page]), key=lambda page: -float(wanted[page]))
+    return order[:read]
+
+
+def softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities and log-sum-exp along the last axis."""
+    if torch.isneginf(logits).all():
+        return torch.zeros_like(logits), torch.full(logits.shape[:-1], -math.inf, dtype=torch.float64)
+    top = logits.max(-1, keepdim=True).values
+    total = torch.exp(logits - top).sum(-1, keepdim=True)
+    return torch.exp(logits - top) / total, (top + torch.log(total)).squeeze(-1)
+
+
+def shares(
+    both: Both, query: torch.Tensor, hbm_log: torch.Tensor, row: int, layer: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Estimates and joint shares `[q_heads, cold pages]`; `hbm_log` `[q_heads]`."""
+    estimates = both.estimates(query, row, layer, scale)
+    probabilities, _ = softmax(torch.cat([hbm_log.unsqueeze(-1), estimates], -1))
+    return estimates, probabilities[:, 1:]
+
+
+def check_decode(implementation: PagedAttention, both: Both, ratio: int, seed: int) -> None:
+    """Everything that a decode call returns and adds, in both layers, against dense arithmetic."""
+    geometry, pages, cold = both.case.view.geometry, both.pages, both.cold.pages
+    rows, scale, heads = len(both.case.dense), geometry.head_dim**-0.5, geometry.num_kv_heads
+    query = 3 * random_query(seed, rows, heads * ratio, geometry.head_dim)
+    for layer in range(geometry.num_layers):
+        page_mass, token_mass = (
+            np.zeros(len(pages.offsets), np.float32),
+            np.zeros(pages.total_tokens, np.float32),
+        )
+        seen = audit_of(both)
+        got = implementation.decode(
+            query, both.case.view, pages, layer, scale, page_mass, token_mass, both.cold, seen
+        )
+        for row in range(rows):
+            here, there = both.part(False, row, layer), both.part(True, row, layer)
+            mine, far = (slice(*starts[row : row + 2]) for starts in (pages.row_starts, cold.row_starts))
+            count = int(far.stop - far.start)
+            hbm_logits, cold_logits = (both.logits(query[row], part, scale) for part in (here, there))
+            everything = torch.cat([hbm_logits, cold_logits], -1)
+            if everything.shape[1] == 0:
+                assert not got.out[row].any() and torch.isneginf(got.log_sum_exp[row]).all()
+                assert seen.attended is not None and seen.attended[row] == 1.0
+                continue
+            estimates, share = shares(both, query[row], softmax(hbm_logits)[1], row, layer, scale)
+            digested = layer >= geometry.num_layers - both.layers
+            expected = share.mean(0) if digested else torch.zeros(count)
+            np.testing.assert_allclose(seen.estimates[far], expected, **MASS_CLOSE)
+            wanted = share.reshape(heads, ratio, count).sum(1)
+            told = (estimates > -math.inf).reshape(heads, ratio, count).any(1)
+            taken = torch.zeros(heads, count, dtype=torch.bool)
+            for head in range(heads if digested else 0):
+                taken[head, tops(wanted[head], told[head], both.cold.read)] = True
+            hidden = ~taken.repeat_interleave(ratio, 0)[:, there.page_of]
+            check_row(got, row, torch.cat([hbm_logits, cold_logits.masked_fill(hidden, -math.inf)], -1), here, there,
+                      ratio, token_mass)  # fmt: skip
+            firsts = np.searchsorted(here.page_of.numpy(), np.arange(mine.stop - mine.start))
+            if len(firsts):
+                by_page = np.add.reduceat(token_mass[here.places], firsts)
+                np.testing.assert_allclose(page_mass[mine], by_page, **MASS_CLOSE)
+            truth, _ = softmax(everything)
+            cold_truth = truth[:, hbm_logits.shape[1] :]
+            assert seen.true is not None and seen.attended is not None
+            true = torch.zeros(count, dtype=torch.float64).index_add_(0, there.page_of, cold_truth.mean(0))
+            np.testing.assert_allclose(seen.true[far], true, **MASS_CLOSE)
+            missed = float((cold_truth * hidden).sum(-1).mean())
+            assert seen.attended[row] == pytest.approx(1 - missed, abs=1e-5)
+
+
+def check_row(
+    got: Attended,
+    row: int,
+    logits: torch.Tensor,
+    here: Part,
+    there: Part,
+    ratio: int,
+    mass: NDArray[np.float32],
+) -> None:
+    """Output, log-sum-exp and token masses of one row, given all its logits (minus infinity: not attended)."""
+    if torch.isneginf(logits).all():
+        assert not got.out[row].any() and torch.isneginf(got.log_sum_exp[row]).all()
+        return
+    probabilities, log_sum_exp = softmax(logits)
+    values = torch.cat([here.values, there.values], 1)
+    out = torch.stack([p @ values[h // ratio] for h, p in enumerate(probabilities)])
+    torch.testing.assert_close(got.out[row], out.float(), **CLOSE)
+    torch.testing.assert_close(got.log_sum_exp[row], log_sum_exp.float(), **CLOSE)
+    places = np.concatenate([here.places, there.places])
+    np.testing.assert_allclose(mass[places], probabilities.mean(0), **MASS_CLOSE)
+
+
+def check_prefill(implementation: PagedAttention, both: Both, chunk: int, window: int) -> None:
+    """A chunk of one row, in both layers: what is named, output, masses, and what the last query saw."""
+    geometry, pages, cold = both.case.view.geometry, both.pages, both.cold.pages
+    heads, ratio, dim, scale = geometry.num_kv_heads, 3, geometry.head_dim, geometry.head_dim**-0.5
+    query = 3 * random_query(chunk, chunk, heads * ratio, dim).transpose(0, 1)
+    keys, values = (random_query(chunk + i, chunk, heads, dim).transpose(0, 1) for i in (1, 2))
+    count = len(cold.offsets)
+    for layer in range(2):
+        token_mass, seen = np.zeros(pages.total_tokens + chunk, np.float32), audit_of(both)
+        got = implementation.prefill(
+            query, keys, values, both.case.view, pages, layer, scale, token_mass, window, both.cold, seen
+        )
+        here, there = both.part(False, 0, layer), both.part(True, 0, layer)
+        here = Part(
+            torch.cat([here.keys, keys.double()], 1), torch.cat([here.values, values.double()], 1), here.page_of,
+            np.concatenate([here.places, pages.total_tokens + np.arange(chunk)]),
+        )  # fmt: skip
+        masses = []
+        digested = layer >= geometry.num_layers - both.layers
+        wanted, told = (
+            torch.zeros(heads, count, dtype=torch.float64),
+            torch.zeros(heads, count, dtype=torch.bool),
+        )
+        near: list[torch.Tensor] = []
+        for t in range(chunk):
+            logits = both.logits(query[:, t], here, scale)
+            logits[:, logits.shape[1] - (chunk - 1 - t) :] = -math.inf
+            near.append(logits)
+            if digested and t >= chunk - CHOOSING_QUERIES:
+                estimates, share = shares(both, query[:, t], softmax(logits)[1], 0, layer, scale)
+                wanted += share.reshape(heads, ratio, count).sum(1)
+                told |= (estimates > -math.inf).reshape(heads, ratio, count).any(1)
+        np.testing.assert_allclose(
+            seen.estimates, share.mean(0) if digested else np.zeros(count), **MASS_CLOSE
+        )
+        named = sorted(
+            {page for head in range(heads) for page in tops(wanted[head], told[head], both.cold.read)}
+        )
+        hidden = ~torch.isin(there.page_of, torch.tensor(named, dtype=torch.int64))
+        joined = torch.cat([here.values, there.values], 1)
+        for t in range(chunk):
+            far = both.logits(query[:, t], there, scale)
+            probabilities, log_sum_exp = softmax(torch.cat([near[t], far.masked_fill(hidden, -math.inf)], -1))
+            out = torch.stack([p @ joined[h // ratio] for h, p in enumerate(probabilities)])
+            torch.testing.assert_close(got.out[:, t], out.float(), **CLOSE)
+            torch.testing.assert_close(got.log_sum_exp[:, t], log_sum_exp.float(), **CLOSE)
+            masses.append(probabilities.mean(0))
+        places = np.concatenate([here.places, there.places])
+        expected = torch.stack(masses[-window:]).mean(0)
+        np.testing.assert_allclose(token_mass[places], expected, **MASS_CLOSE)
+        truth = softmax(torch.cat([near[-1], far], -1))[0][:, near[-1].shape[1] :]
+        assert seen.true is not None and seen.attended is not None
+        true = torch.zeros(count, dtype=torch.float64).index_add_(0, there.page_of, truth.mean(0))
+        np.testing.assert_allclose(seen.true, true, **MASS_CLOSE)
+        assert seen.attended[0] == pytest.approx(1 - float((truth * hidden).sum(-1).mean()), abs=1e-5)
+
+
+def audit_of(both: Both) -> ColdSeen:
+    """Empty arrays for everything that a call may see."""
+    pages = len(both.cold.pages.offsets)
+    return ColdSeen(*(np.zeros(n, np.float32) for n in (pages, pages, len(both.case.dense))))

@@ -1,0 +1,252 @@
+"""A session's steps: tokens that are taken back, forked or refused, and its end."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from tests.faults.pages import SMALL, check, step, token_values, write
+from tests.tierkv.local_daemon import PAGE, World, settled, table, until
+from tierkv.errors import CapacityError, RequestError, UnknownSession
+from tierkv.regions import Region, Run
+
+# Tentative tokens ------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_are_rolled_back_leave_pages_and_labels_for_the_next(world: World) -> None:
+    world.service()
+    client = world.client(reserve_ahead=0)
+    session = client.open(SMALL, "m")
+    step(client, session, 1, 10)
+    session.label("tool_out", 40)
+    session.begin(40)
+    first = session.slots(10, 50)
+    session.rollback(30)
+    assert session.length == 30
+    session.rollback(10)
+    with pytest.raises(RequestError, match="use crop"):
+        session.rollback(9)
+    session.begin(40)  # a scout's replay: same pages, same region
+    again = session.slots(10, 50)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    write(client, session, 1, 10, 50)
+    session.commit()
+    session.end()
+    assert table(session) == [
+        (Region.USER, 10),
+        (Region.TOOL_OUT, 16),
+        (Region.TOOL_OUT, 16),
+        (Region.TOOL_OUT, 8),
+    ]
+    numbers = settled(client, session)
+    assert (numbers["tokens"], numbers["pages_hbm"], numbers["blank_pages"]) == (50, 4, 0)
+
+
+def test_default_labels_do_not_stick_to_tokens_that_were_rolled_back(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    session.begin(4)  # a draft
+    session.rollback(0)
+    step(client, session, 1, 1, steps=1)
+    assert table(session) == [(Region.SCRATCHPAD, 1)]
+
+
+def test_regions_of_a_step_name_what_no_label_does_and_do_not_wait(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    session.label("system", 5)
+    given = [Run(Region.PLAN, 3), Run(Region.RETRIEVAL, 7), Run(Region.TOOL_OUT, 4)]
+    session.reserve(20, given)
+    session.begin(20, given)
+    session.rollback(0)  # the label waits again
+    session.begin(20, given)
+    write(client, session, 1, 0, 20)
+    session.commit()
+    session.end()
+    step(client, session, 1, 2)
+    assert table(session) == [
+        (Region.SYSTEM, 5), (Region.RETRIEVAL, 5), (Region.TOOL_OUT, 4), (Region.USER, 6 + 2),
+    ]  # fmt: skip
+
+
+def test_a_crop_below_the_horizon_forgets_committed_tokens(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    step(client, session, 1, 100)
+    session.crop(40)  # into the third page, which is sealed
+    assert (session.length, session.horizon) == (40, 40)
+    assert settled(client, session)["tokens"] == 40
+    step(client, session, 1, 30)
+    assert table(session) == [
+        (Region.USER, 16),
+        (Region.USER, 16),
+        (Region.USER, 8),
+        (Region.USER, 16),
+        (Region.USER, 14),
+    ]
+    assert settled(client, session)["tokens"] == 70
+    session.crop(65)  # into the open page, which goes on
+    step(client, session, 1, 5)
+    assert table(session)[-1] == (Region.USER, 14)
+    assert check(client, session, 1).wrong == 0
+
+
+def test_a_crop_within_a_step_waits_for_what_the_step_committed(world: World) -> None:
+    world.service()
+    client = world.client(timeout=5.0)
+    session = client.open(SMALL, "m")
+    session.begin(40)
+    write(client, session, 1, 0, 40)
+    session.commit()
+    start = time.monotonic()
+    session.crop(20)
+    assert time.monotonic() - start < 0.4  # not a heartbeat's wait
+    session.end()
+    assert settled(client, session)["tokens"] == session.length == 20
+
+
+def test_a_crop_within_tentative_tokens_is_a_rollback(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    step(client, session, 1, 10)
+    session.begin(10)
+    session.crop(15)
+    assert (session.length, session.horizon) == (15, 10)
+    with pytest.raises(RequestError):
+        session.crop(16)
+
+
+def test_a_fork_shares_what_is_committed_and_goes_its_own_way(world: World) -> None:
+    world.service()
+    client = world.client()
+    parent = client.open(SMALL, "m")
+    step(client, parent, 1, 40)
+    before = client.stats()["bytes_hbm"]
+    child = parent.fork()
+    assert (child.length, child.step, child.geometry) == (40, 0, SMALL)
+    step(client, parent, 1, 20)
+    step(client, child, 2, 20)  # tokens 40..59 of another seed
+    shared = [parent.rows(32).offsets.tolist(), child.rows(32).offsets.tolist()]
+    assert shared[0] == shared[1]
+    assert parent.rows(60).offsets[2] != child.rows(60).offsets[2]
+    assert check(client, parent, 1).wrong == 0
+    for token, offset, slot in zip(range(60), *child.slots(0, 60), strict=True):
+        page = client.hbm()[offset : offset + PAGE].view(np.float32).reshape(SMALL.shape)
+        assert np.array_equal(page[:, :, :, slot], token_values(SMALL, 1 if token < 40 else 2, token))
+    parent.close()
+    until(lambda: client.stats()["sessions"] == 1)
+    assert child.slots(0, 40)[0][:32].tolist() == [shared[0][0]] * 16 + [shared[0][1]] * 16
+    child.close()
+    until(lambda: client.stats()["bytes_hbm"] == 0)
+    assert before > 0
+
+
+# Refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_does_not_fit_changes_nothing(world: World) -> None:
+    world.service(hbm=8, host=0)
+    client = world.client(timeout=0.5, reserve_ahead=0)
+    session = client.open(SMALL, "m", ladder="exact")
+    step(client, session, 1, 64)
+    with pytest.raises(CapacityError):
+        session.begin(16 * 8)
+    assert session.length == session.horizon == 64
+    step(client, session, 1, 16)
+    assert check(client, session, 1) == (5, 0, 0, 0)
+
+
+def test_a_failed_observation_is_told_at_the_next_step_once(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    step(client, session, 1, 10)
+    session.observe(np.full(10, -1.0, np.float32))
+    client.ping()
+    until(lambda: session._in_flight.unanswered == 0)
+    with pytest.raises(RequestError, match="between 0 and 1"):
+        session.begin(1)
+    step(client, session, 1, 1, steps=1)
+    with pytest.raises(RequestError, match="mass of 3"):
+        session.observe(np.zeros(3, np.float32))
+
+
+def test_a_failed_commit_ends_the_session(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    session.begin(10)
+    session._labels.commit()  # a worker's bug: it commits other tokens than it wrote
+    session.commit()
+    session.end()
+    until(lambda: session._in_flight.unanswered == 0)
+    for _ in range(2):
+        with pytest.raises(RequestError):
+            session.begin(1)
+    session.close()
+
+
+def test_token_ids_must_be_one_a_token(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    session.begin(3)
+    with pytest.raises(RequestError, match="4 token ids for 3"):
+        session.commit(np.arange(4, dtype=np.int32))
+    session.commit(np.arange(3, dtype=np.int32))
+    session.end()
+    assert settled(client, session)["tokens"] == 3
+
+
+def test_pins_are_asked_for_and_remembered_for_the_next_owner(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    step(client, session, 1, 40)
+    session.pin(0, 20, "exact")
+    assert [(pin.start, pin.stop, pin.level) for pin in session._pins] == [(0, 20, "exact")]
+    session.pin(0, 20, "none")
+    assert session._pins == []
+    with pytest.raises(RequestError):
+        session.pin(0, 20, "tight")
+    with pytest.raises(RequestError):
+        session.pin(0, 4000)
+
+
+# Pages ahead, and the end ----------------------------------------------------------------------------------------
+
+
+def test_one_spare_page_is_kept_so_that_a_decode_step_does_not_wait(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    step(client, session, 1, 32)
+    until(lambda: len(session._residency.blanks) == 1)
+    for _ in range(40):
+        step(client, session, 1, 1, steps=1)
+        assert len(session._residency.blanks) <= 1
+    assert settled(client, session)["blank_pages"] <= 1
+
+
+def test_a_closed_session_gives_everything_back_and_refuses_work(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    step(client, session, 1, 40)
+    session.close()
+    session.close()
+    until(lambda: client.stats()["hbm_used_bytes"] == 0)
+    for work in (
+        lambda: session.begin(1),
+        lambda: session.commit(),
+        lambda: session.fork(),
+        lambda: session.crop(0),
+    ):
+        with pytest.raises(UnknownSession):
+            work()
