@@ -6,14 +6,23 @@ Nothing is ignored: a key that does not exist, in any of the three places, is a 
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -62,7 +71,12 @@ def parse_size(value: object) -> int:
     if scale is None:
         near = [f"{unit[0].upper()}iB", f"{unit[0].upper()}B"] if unit[0].lower() in "kmgt" else ["GiB"]
         raise ValueError(f"has the unknown unit {unit!r}; write {number}{f' or {number}'.join(near)}")
-    return int(float(number) * scale) if "." in number or "e" in number.lower() else int(number) * scale
+    if "." not in number and "e" not in number.lower():
+        return int(number) * scale
+    size = float(number) * scale
+    if math.isinf(size):
+        raise ValueError("is more than any machine has; write for instance 8GiB")
+    return int(size)
 
 
 def parse_pins(value: object) -> object:
@@ -77,9 +91,22 @@ def parse_pins(value: object) -> object:
     return {region.strip(): level.strip() for region, _, level in pairs}
 
 
+def _some_number(value: float) -> float:
+    if math.isnan(value):
+        raise ValueError("is not a number; write inf or -inf for always or never")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
 Number = int | float
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Score = Annotated[
+    float,
+    AfterValidator(_some_number),
+    PlainSerializer(lambda score: score if math.isfinite(score) else str(score), when_used="json"),
+]
+"""A threshold: infinite ones, which JSON lacks, are written as `inf` and `-inf`, and read so."""
 PinLevel = Literal["exact", "attendable"]
 
 
@@ -114,10 +141,10 @@ class DaemonConfig(BaseSettings):
     """`pressure`: a page keeps its fast replica until HBM is wanted; `eager` frees it as soon as its score allows."""
     backup: Literal["on_seal", "on_demote", "never"] = "on_seal"
     """When a page's exact bytes are copied to host memory."""
-    quantize_below: float | None = None
-    offload_below: float | None = None
-    drop_below: float | None = None
-    promote_above: float | None = None
+    quantize_below: Score | None = None
+    offload_below: Score | None = None
+    drop_below: Score | None = None
+    promote_above: Score | None = None
     """Score thresholds; unset takes the policy's own."""
     low_watermark: Fraction = 0.05
     """Free fraction of HBM below which pages are demoted ..."""
@@ -140,9 +167,9 @@ class DaemonConfig(BaseSettings):
     page_tokens: Annotated[int, Field(ge=1, le=1024)] = PAGE_TOKENS
     layout: Literal["aligned", "straddling"] = "aligned"
     """`aligned`: a page holds one region; `straddling`: pages fill up across regions, as in the paper."""
-    lease_seconds: Annotated[float, Field(gt=0)] = 10.0
+    lease_seconds: Seconds = 10.0
     """Silence after which a worker's pages are quarantined."""
-    heartbeat_seconds: Annotated[float, Field(gt=0)] = 1.0
+    heartbeat_seconds: Seconds = 1.0
     min_residency_steps: Annotated[int, Field(ge=0)] = 8
     """Decode steps that a promoted page stays at least."""
     max_moves_in_flight: Annotated[int, Field(ge=1)] = 32
@@ -160,7 +187,7 @@ class DaemonConfig(BaseSettings):
         from tierkv.daemon.policy import load
         from tierkv.daemon.policy_settings import settings_of
 
-        policy = load(Path(str(file)).expanduser())
+        policy = load(_at_home(Path(str(file))))
         if name is not None and name != policy.name:
             raise ConfigError(
                 f"policy = {name!r}, but the policy file {file} is of {policy.name!r}; leave one of the two out"
@@ -170,7 +197,7 @@ class DaemonConfig(BaseSettings):
     @field_validator("state_dir", "policy_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
-        return value and value.expanduser().absolute()
+        return value and _at_home(value).absolute()
 
     @field_validator("codec", "policy")
     @classmethod
@@ -295,6 +322,14 @@ def show_size(size: int, page_tokens: int) -> str:
     )
 
 
+def _at_home(path: Path) -> Path:
+    """With `~` as a home. Raises `ConfigError` where there is none."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path} begins in a home that is not known; write the whole path") from None
+
+
 def _choices(field: str) -> tuple[str, ...]:
     """Names that `codec` and `policy` may have (imported when asked: both bring kernels)."""
     if field == "codec":
@@ -319,7 +354,7 @@ def _from_file(file: Path) -> dict[str, object]:
         raise ConfigError(f"the configuration file {file} does not exist; check --config")
     try:
         return TomlConfigSettingsSource(DaemonConfig, file)()
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"the configuration file {file} cannot be read: {error}") from None
 
 

@@ -296,9 +296,17 @@ class State:
         names = self.sharing[slot]
         names.discard(session.id)
         if int(self.pages.owner[slot]) == session.id:
-            self.pages.owner[slot] = min(names)
+            self._hand_over(slot, session, self.sessions[min(names)])
         if len(names) == 1:
             del self.sharing[slot]
+
+    def _hand_over(self, slot: int, session: Session, heir: Session) -> None:
+        """A shared page's owner leaves; what the page remembers in decode steps becomes the heir's."""
+        pages, ahead = self.pages, heir.step - session.step
+        pages.owner[slot] = heir.id
+        pages.moved_step[slot] += ahead  # NEVER stays so
+        if pages.wanted_until[slot] > 0:
+            pages.wanted_until[slot] = max(0, pages.wanted_until[slot] + ahead)
 
     def discard(self, slot: int) -> None:
         """Free a page that nobody names; while a move runs on it, the move's end does."""

@@ -54,6 +54,9 @@ _ANSWER = "tierkv-answer-5d0c"
 """Stands for an answer whose own tokens are kept: only what the template puts after it is wanted."""
 
 _PROBE = ("tierkv_probe_a", "tierkv_probe_b", "tierkv_probe_c")
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""What a template raises that does not take some messages; it computes with what they hold."""
+
 _PROBE_CALL = ToolCall("probe0000", _PROBE[0], json.dumps({_PROBE[1]: _PROBE[1]}))
 
 
@@ -108,7 +111,7 @@ class Renderer:
         """
         try:
             return self._apply(self._entries(turns), answer, self._tools if self._takes_tools else None)
-        except (TemplateError, TypeError) as error:
+        except TEMPLATE_ERRORS as error:
             raise ValueError(f"the tokenizer's chat template refuses these messages: {error}") from error
 
     def extend(
@@ -318,7 +321,7 @@ class Renderer:
     ) -> bool:
         try:
             text = self._apply(entries, False, tools)
-        except (TemplateError, TypeError):
+        except TEMPLATE_ERRORS:
             return False
         return all(word in text for word in words)
 

@@ -14,6 +14,7 @@ import time
 import uuid
 from concurrent.futures import Future
 from functools import partial
+from operator import index
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv import handshake
-from tierkv.errors import OwnerUnavailable, PagesLost, ProtocolError, TierKVError
+from tierkv.errors import OwnerUnavailable, PagesLost, ProtocolError, RequestError, TierKVError
 from tierkv.geometry import Geometry
 from tierkv.line import Attachment, Call, Line
 from tierkv.opening import make_session
@@ -205,8 +206,17 @@ class Client:
             UnknownSession: it is not open; the message names some that are.
             RequestError: no such page or token, or not exactly one of the two is given.
         """
-        given = [-1 if number is None else number for number in (page, token)]
-        result = self._ask(Explain(session, *given), "explain")
+        if (page is None) == (token is None):
+            raise RequestError("name either a page or a token, by a number from 0 on")
+        numbers = [index(number) for number in (session, page, token) if number is not None]
+        if not all(0 <= number < 2**63 for number in numbers):
+            raise RequestError(
+                f"there is no {'page' if token is None else 'token'} {numbers[1]} of session {numbers[0]}"
+            )
+        found = (
+            Explain(numbers[0], page=numbers[1]) if token is None else Explain(numbers[0], token=numbers[1])
+        )
+        result = self._ask(found, "explain")
         if not isinstance(result, Explained):
             raise failed(result)
         return result

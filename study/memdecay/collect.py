@@ -6,6 +6,7 @@ What is there already is not recorded again. A file that is damaged, or of other
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -111,13 +112,18 @@ def run(
         window: queries of each stage; by default 48 of an episode's, 16 of a chat's.
 
     Raises:
-        ConfigError: a chat cannot be rendered.
+        ConfigError: a chat cannot be rendered, or two would be one file.
     """
     limit = min(tokens, model.config.max_position_embeddings)
     if chats:
         work = [of_chat(chat, tokenizer, limit) for chat in chats]
     else:
         work = [of_episode(e) for e in _episodes(split, tiers, variants, tokenizer)]
+    named = Counter(file_name(reading.name, every) for reading in work)
+    if doubled := [name for name, times in named.items() if times > 1]:
+        raise ConfigError(
+            f"{named[doubled[0]]} chats would all be {doubled[0]}.safetensors; give each a name of its own"
+        )
     window = window or (CHAT_WINDOW if chats else WINDOW)
     attention, heads = (
         StudyAttention(model),

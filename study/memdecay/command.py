@@ -39,7 +39,7 @@ def recall(
 ) -> None:
     """Evict by each policy, then ask for the facts. Goes on where an interrupted run was."""
     with plain_errors():
-        require()
+        require(out)
         from tierkv.study.memdecay import recall as study
         from tierkv.study.memdecay import recall_figures, tables
         from tierkv.study.model import load_smollm2

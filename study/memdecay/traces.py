@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.errors import ConfigError
+from tierkv.regions import Region
 
 FORMAT = "tierkv-attention-trace-1"
 
@@ -59,7 +60,10 @@ class Trace:
         fresh.rename(file)
 
 
-_ARRAYS = ("tokens", "regions", "blocks", "stages", "queries", "mass")
+_ARRAYS = {
+    "tokens": np.int32, "regions": np.int8, "blocks": np.int32, "stages": np.int32, "queries": np.int32,
+    "mass": np.float16,
+}  # fmt: skip
 
 
 def load_trace(file: Path) -> Trace:
@@ -69,9 +73,38 @@ def load_trace(file: Path) -> Trace:
     try:
         with safe_open(file, "numpy") as stored:
             meta = json.loads((stored.metadata() or {}).get("tierkv", "{}"))
-            if meta.get("format") != FORMAT:
+            if not isinstance(meta, dict) or meta.get("format") != FORMAT:
                 raise ConfigError(f"{file} is not an attention trace ({FORMAT}); record it again")
             arrays = {name: stored.get_tensor(name) for name in _ARRAYS}
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as an attention trace: {error}; record it again") from error
+    wrong = _wrong(meta, arrays)
+    if wrong:
+        raise ConfigError(f"{file} is no whole attention trace: {wrong}; record it again")
     return Trace(meta["name"], meta["model"], **arrays)
+
+
+def _wrong(meta: dict[str, object], arrays: dict[str, NDArray[np.generic]]) -> str:
+    """What of a file's content cannot be; empty if nothing is."""
+    for name in ("name", "model"):
+        if not isinstance(meta.get(name), str):
+            return f"its {name} is {meta.get(name)!r}"
+    for name, array in arrays.items():
+        if array.dtype != _ARRAYS[name] or array.ndim not in ((1, 2) if name == "mass" else (1,)):
+            return f"{name} is {array.dtype} of {array.ndim} dimensions"
+    tokens = len(arrays["tokens"])
+    bounds = {
+        "regions": (0, len(Region)),
+        "blocks": (0, tokens),
+        "stages": (1, tokens + 1),
+        "queries": (0, tokens),
+    }
+    for name, (least, stop) in bounds.items():
+        values = arrays[name].astype(np.int64)
+        if not len(values) or values.min() < least or values.max() >= stop:
+            return f"{name} are not from {least} to {stop - 1}"
+        if name != "regions" and (np.diff(values) <= 0).any():
+            return f"{name} do not ascend"
+    if not np.isfinite(arrays["mass"].astype(np.float16)).all():
+        return "not every mass is a number"
+    return ""

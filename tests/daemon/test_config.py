@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,11 @@ def test_sizes_are_read_in_binary_and_decimal_units(text: str | int, size: int) 
 
 
 @pytest.mark.parametrize(
-    "text", ["8G", "8Gi", "eight", "", "-1", "-4GiB", "1..5GiB", "8GiBs", True, None, [1]]
+    "text",
+    ["8G", "8Gi", "eight", "", "-1", "-4GiB", "1..5GiB", "8GiBs", "1e999", "1e307GiB", True, None, [1]],
 )
 def test_what_is_not_a_size_is_refused(text: object) -> None:
-    with pytest.raises(ValueError, match=r"size|unit"):
+    with pytest.raises(ValueError, match=r"size|unit|more than"):
         parse_size(text)
 
 
@@ -290,7 +292,7 @@ def test_a_policy_file_names_the_policy_and_every_setting_is_kept(
     assert by_file == by_flag == by_environment
     assert (by_file.policy, by_file.policy_file) == ("memdecay-lift", policy)
     settings = by_file.policy_settings
-    assert (settings["rho"], settings["alpha"]) == (0.5, 4.0)  # given, and the default
+    assert (settings["rho"], settings["alpha"]) == (0.5, MemDecayLift().alpha)  # given, and the default
     assert settings["half_life"]["user"] == 7.0  # type: ignore[index,call-overload]
     assert origins["policy"] == origins["policy_settings"] == f"policy file {policy}"
     assert origins["policy_file"] == f"file {file}"
@@ -334,6 +336,12 @@ def test_a_policy_by_name_agrees_with_the_file_or_is_refused(tmp_path: Path) -> 
         ('policy = "h2o"\nrho = 0.5\n', "no setting 'rho'"),
         ('policy = "memdecay"\nrho = 2.0\n', "rho"),
         ('policy = "memdecay"\n[half_life]\nplann = 1\n', "did you mean 'plan'"),
+        ('policy = "memdecay"\nname = "mine"\n', "no setting 'name'"),
+        (f'policy = "memdecay"\nrho = {"9" * 5000}\n', "cannot be read"),
+        (f'policy = "memdecay"\nrho = {"[" * 5000}\n', "nested too deeply"),
+        (f'policy = "ema"\n[{".".join("a" * 3000)}]\n', "nested too deeply"),
+        ('policy = "snapkv"\nwindow = 1_000_000_000_000\n', "window: expected int <= 4096"),
+        (f'policy = "random"\nseed = {10**30}\n', "seed: expected int <= 2147483647"),
     ],
 )
 def test_a_policy_file_that_cannot_be_used_is_refused_with_its_name(
@@ -345,6 +353,27 @@ def test_a_policy_file_that_cannot_be_used_is_refused_with_its_name(
     with pytest.raises(ConfigError, match=said) as refused:
         load_config({"policy_file": policy})
     assert str(policy) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_policy_file_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for a writer
+    for name, said in (("pipe", "no file"), (".", "no file"), ("nul\0", "cannot be read")):
+        with pytest.raises(ConfigError, match=said):
+            load_config({"policy_file": tmp_path / name})
+
+
+@pytest.mark.parametrize("key", ["policy_file", "state_dir"])
+def test_a_home_that_nobody_has_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match="~nobody-of-that-name/x begins in a home that is not known"):
+        load_config({key: "~nobody-of-that-name/x"})
+
+
+def test_infinite_thresholds_are_kept_as_json_and_what_is_no_number_is_refused() -> None:
+    plain = load_config({"quantize_below": "inf", "drop_below": "-inf"}).config.model_dump(mode="json")
+    again = DaemonConfig(**json.loads(json.dumps(plain, allow_nan=False)))
+    assert (again.quantize_below, again.drop_below, again.offload_below) == (math.inf, -math.inf, None)
+    with pytest.raises(ConfigError, match=r"drop_below = 'nan' .*is not a number; write inf or -inf"):
+        load_config({"drop_below": "nan"})
 
 
 def test_settings_of_a_policy_come_from_its_file_only() -> None:

@@ -226,6 +226,23 @@ def test_a_shared_page_has_the_highest_score_and_says_whose() -> None:
     assert told.score > explain(w, session, 2).score
 
 
+def test_a_page_whose_session_closed_counts_its_steps_by_the_fork_that_is_left() -> None:
+    w = world(hbm_frames=12, host_frames=100)
+    parent = opened(w)
+    append(w, parent, 4)
+    w.fork(parent)
+    child = next(s for s in w.sessions.values() if s is not parent)
+    decode(w, parent, 100)
+    append(w, parent, 30)
+    decode(w, parent, 5)
+    moved = next(page for page in range(4) if explain(w, parent, page).tier != "hbm")
+    ago = explain(w, parent, moved).moved_ago
+    w.close(parent)
+    told = explain(w, child, moved)
+    assert (told.step, told.moved_ago) == (0, ago)
+    assert f" {ago:g} steps ago" in told.why
+
+
 def _fields(told: Explained) -> dict[str, object]:
     return {name: getattr(told, name) for name in told.__struct_fields__}
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
+from tierkv.client import Client
+from tierkv.errors import RequestError
 from tierkv.explained import rows
 from tierkv.protocol import Explained, Replica, Threshold
 
@@ -58,3 +62,23 @@ def test_what_is_unusual_is_said_in_its_place() -> None:
 
 def test_a_policy_without_terms_has_no_line_for_them() -> None:
     assert "" not in dict(lines(terms={}, next=["nothing"]))
+
+
+@pytest.mark.parametrize(
+    ("session", "page", "token", "said"),
+    [
+        (5, None, None, "either a page or a token"),
+        (5, 0, 0, "either a page or a token"),
+        (5, -1, None, "no page -1 of session 5"),
+        (5, None, 2**70, f"no token {2**70} of session 5"),
+        (2**64, 0, None, f"no page 0 of session {2**64}"),
+    ],
+)
+def test_what_no_message_can_ask_is_refused_before_it_is_sent(
+    session: int, page: int | None, token: int | None, said: str
+) -> None:
+    client = object.__new__(Client)  # without a daemon: nothing may be sent
+    with pytest.raises(RequestError, match=said):
+        client.explain(session, page, token=token)
+    with pytest.raises(TypeError, match="integer"):
+        client.explain("5", 0)  # type: ignore[arg-type]

@@ -238,7 +238,8 @@ def test_a_marker_is_found_where_the_text_before_takes_blanks_into_its_last_toke
 @pytest.mark.parametrize("template", [
     "{% for m in messages %}{{ m.content }}\n{% endfor %}",
     "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
-], ids=["nothing", "the-same-for-all"])  # fmt: skip
+    "{{ 1 / 0 }}",
+], ids=["nothing", "the-same-for-all", "an-error"])  # fmt: skip
 def test_a_template_that_does_not_tell_who_speaks_is_refused(template: str) -> None:
     with pytest.raises(ValueError, match=r"nothing that opens a message of the (user|assistant)"):
         Markers.of(tokenizer(template))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tierkv.errors import ConfigError
+from tierkv.study.memdecay.cli import write
 from tierkv.study.memdecay.command import app
 from tierkv.study.memdecay.record import of_episode
 from tierkv.study.memdecay.scenarios import TIERS, build, load_scenarios
@@ -53,3 +56,28 @@ def test_of_scenarios_without_traces_nothing_is_measured(traces: Path, tmp_path:
     ended = CliRunner().invoke(app, ["labels", "--traces", str(traces), "--out", str(tmp_path)])
     assert ended.exit_code == 2
     assert "no attention trace of the report scenarios" in ended.stderr
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(traces: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out"
+    file.write_text("mine")
+    common = ["labels", "--traces", str(traces), "--split", "dev"]
+    for folder in (file, file / "deeper"):
+        ended = CliRunner().invoke(app, [*common, "--out", str(folder)])
+        assert ended.exit_code == 2 and f"nothing can be written to {folder}" in ended.stderr
+    assert file.read_text() == "mine"
+
+
+def test_figures_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "figures.json"
+    write(file, [1])
+
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as begun:
+            begun.write(content[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"figures\.json cannot be written: No space left"):
+        write(file, [2])
+    assert json.loads(file.read_text()) == [1]

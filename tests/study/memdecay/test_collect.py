@@ -97,6 +97,13 @@ def test_what_is_damaged_or_of_other_settings_is_recorded_again(
     assert load_trace(file)
 
 
+def test_chats_that_would_be_one_file_are_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    twins = [CHAT, CHAT._replace(name="task 3 (trial 1)")]
+    with pytest.raises(ConfigError, match=r"2 chats would all be task-3-trial-1\.safetensors"):
+        collect.run(tmp_path, model, tokenizer(CHATML), chats=twins, window=6)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_long_chat_is_cut(model: LlamaForCausalLM) -> None:
     reading = collect.of_chat(CHAT, tokenizer(CHATML), tokens=50)
     assert len(reading.tokens) == len(reading.regions) == reading.stages[-1] == 50
@@ -118,8 +125,8 @@ def test_an_episode_is_paired_with_its_trace(tmp_path: Path) -> None:
         list(collect.load_pairs(tmp_path, "report", words))
     for name in ("harbour-1-long", "orchard-0-short"):
         regions = np.zeros(3, np.int8)
-        tokens, none = np.arange(3, dtype=np.int32), np.zeros(0, np.int32)
-        Trace(name, "tiny", tokens, regions, none, none, none, np.zeros(0, np.float16)).save(
+        tokens, first, stop = np.arange(3, dtype=np.int32), np.zeros(1, np.int32), np.array([3], np.int32)
+        Trace(name, "tiny", tokens, regions, first, stop, first, np.ones(1, np.float16)).save(
             tmp_path / f"{name}.safetensors"
         )
     names = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,27 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, damage: bytes) -> None:
     file = tmp_path / "t.safetensors"
     file.write_bytes(damage)
     with pytest.raises(ConfigError, match="record it again"):
+        load_trace(file)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("regions", np.full(5, 7, np.int8), "regions are not from 0 to 6"),
+        ("blocks", np.array([0, 5], np.int32), "blocks are not from 0 to 4"),
+        ("stages", np.zeros(0, np.int32), "stages are not from 1 to 5"),
+        ("queries", np.array([4, 2], np.int32), "queries do not ascend"),
+        ("queries", np.array([2.0, 4.0], np.float32), "queries is float32"),
+        ("mass", np.full(8, np.nan, np.float16), "not every mass is a number"),
+        ("model", None, "its model is None"),
+    ],
+)
+def test_a_file_that_holds_what_cannot_be_is_refused(
+    tmp_path: Path, part: str, value: object, said: str
+) -> None:
+    file = tmp_path / "t.safetensors"
+    replace(trace(), **{part: value}).save(file)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"t\.safetensors is no whole attention trace: {said}"):
         load_trace(file)
 
 
