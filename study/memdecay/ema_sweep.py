@@ -14,6 +14,7 @@ the oracle, which knows the next step's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -114,7 +115,7 @@ def run(
     """
     if (
         not all(0 < a < 1 for a in alphas)
-        or not all(b > 0 for b in betas)
+        or not all(0 < b < math.inf for b in betas)
         or not all(0 < h <= 1 for h in shares)
     ):
         raise ConfigError("alphas lie between 0 and 1, betas above 0 and shares in (0, 1]; correct the grid")
