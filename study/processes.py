@@ -15,11 +15,18 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierkv.errors import TierKVError
 
+if TYPE_CHECKING:
+    from tierkv import Client
+
 STOP_SECONDS = 30.0
 """What a process gets to end after SIGTERM; the daemon drains."""
+
+CONNECT_SECONDS = 120.0
+"""What a daemon gets until it serves: Ray starts, and a first start compiles kernels."""
 
 LOG_LINES = 12
 """How much of a failed process's output an error quotes."""
@@ -77,6 +84,28 @@ def _sigterm_as_exit() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def serving(hbm: int, host: int, settings: Mapping[str, object], reserve_ahead: int = 1) -> Iterator[Client]:
+    """A daemon of so many bytes, and a client of it.
+
+    Raises:
+        TierKVError: it could not start or serve; what it said last is quoted where it ended.
+    """
+    import tierkv
+
+    with state_directory() as folder:
+        log = folder / "daemon.log"
+        with running(daemon_command(folder, hbm, host, settings), log) as daemon:
+            try:
+                client = tierkv.connect(folder, CONNECT_SECONDS, reserve_ahead=reserve_ahead)
+            except TierKVError:
+                if daemon.poll() is not None:
+                    raise failure("daemon", daemon, log) from None
+                raise
+            with client:
+                yield client
 
 
 def stop(process: subprocess.Popen[str]) -> None:

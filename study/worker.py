@@ -16,6 +16,7 @@ import msgspec
 
 from tierkv.study.arms import ARMS, EpisodeResult, Worker, run_episode
 from tierkv.study.episodes import NAMES, load_episode, spans
+from tierkv.study.processes import CONNECT_SECONDS
 from tierkv.study.report import (
     ArmReport,
     AttentionRecall,
@@ -24,9 +25,6 @@ from tierkv.study.report import (
     attention_recall,
     tier_reports,
 )
-
-CONNECT_SECONDS = 120.0
-"""The daemon starts beside this process, and a first start compiles kernels."""
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,14 +32,13 @@ from rich.text import Text
 
 import tierkv
 from tierkv import model_support
-from tierkv.errors import TierKVError
 from tierkv.study import processes
 from tierkv.study.memdecay.ablate import DEFAULTS
 from tierkv.study.memdecay.arms import Arm, compared
 from tierkv.study.memdecay.evict import budget_tokens, evict, pages_of
 from tierkv.study.memdecay.scenarios import Episode
 from tierkv.study.memdecay.survival import Told, unheard
-from tierkv.study.memdecay.tiered import CONNECT_SECONDS, DTYPE, HOST_BYTES, POLICY
+from tierkv.study.memdecay.tiered import DTYPE, HOST_BYTES, POLICY
 from tierkv.study.memdecay.traces import Trace
 from tierkv.study.probe import cache_argument, dynamic_cache, forward
 from tierkv.transformers_cache import TieredCache
@@ -215,18 +213,8 @@ def by_tierkv(
 def serving(observe_every: int, pool: int) -> Iterator[Client]:
     """A daemon of `pool` bytes of HBM, and a client of it."""
     settings = {"policy": POLICY, "observe_every": observe_every, "low_watermark": 0, "high_watermark": 0}
-    with processes.state_directory() as folder:
-        log = Path(folder) / "daemon.log"
-        command = processes.daemon_command(folder, pool, HOST_BYTES, settings)
-        with processes.running(command, log) as daemon:
-            try:
-                client = tierkv.connect(folder, CONNECT_SECONDS)
-            except TierKVError:
-                if daemon.poll() is not None:
-                    raise processes.failure("daemon", daemon, log) from None
-                raise
-            with client:
-                yield client
+    with processes.serving(pool, HOST_BYTES, settings) as client:
+        yield client
 
 
 def decide(arm: Arm, regions: NDArray[np.int8], model: LlamaForCausalLM, rounds: int = ROUNDS) -> Decision:

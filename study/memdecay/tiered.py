@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.daemon import policy
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 DTYPE: DTypeName = "bfloat16"
 HOST_BYTES = 128 << 20
-CONNECT_SECONDS = 120.0
 POLICY = "memdecay-lift"
 
 
@@ -101,24 +99,10 @@ def settings_of(tier: Tier, budget: float, arm: str) -> str:
 @contextmanager
 def serving(tier: Tier, budget: float, low_bit: bool, tokens: int, geometry: Geometry) -> Iterator[Client]:
     """A daemon with `budget` of the exact KV bytes of `tokens` tokens as its whole HBM, and a client of it."""
-    import tierkv
-    from tierkv.errors import TierKVError
-
     pool = int(budget * tokens * geometry.token_bytes)
-    with processes.state_directory() as folder:
-        log = Path(folder) / "daemon.log"
-        command = processes.daemon_command(
-            folder, pool, HOST_BYTES, SETTINGS[tier][budget].as_daemon(low_bit)
-        )
-        with processes.running(command, log) as daemon:
-            try:
-                client = tierkv.connect(folder, CONNECT_SECONDS, reserve_ahead=0)
-            except TierKVError:
-                if daemon.poll() is not None:
-                    raise processes.failure("daemon", daemon, log) from None
-                raise
-            with client:
-                yield client
+    settings = SETTINGS[tier][budget].as_daemon(low_bit)
+    with processes.serving(pool, HOST_BYTES, settings, reserve_ahead=0) as client:
+        yield client
 
 
 def answer(
