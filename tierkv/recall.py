@@ -43,6 +43,8 @@ class RecallOptions:
         audit_every: observations between audits (true attention over all pages); 0 for none.
         exact_chunks: a chunk that may read so many pages also reads the exact host copies of pages that are low-bit in
             HBM, instead of those.
+        exact_steps: a decode step does so as well: the answer is that of exact pages, at the price of reading up to
+            `chunk_read` pages from host memory in every step.
     """
 
     mode: RecallMode = "direct"
@@ -53,6 +55,7 @@ class RecallOptions:
     missing: float = 0.15
     audit_every: int = 16
     exact_chunks: bool = True
+    exact_steps: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(RecallMode):

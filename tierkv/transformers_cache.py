@@ -378,21 +378,23 @@ class TieredCache(Cache):  # type: ignore[misc]
             reader.cut(session.length)
 
     def _build_step(self, batch: int, scout: bool) -> None:
-        recall = self.recall
-        if self._columns > 1 or not self._rows:
+        recall, chunk = self.recall, self._columns > 1 or not self._rows
+        if chunk:
             self._observed = [not scout] * len(self._rows)
-            read = recall.chunk_read if recall.reads else 0
-            exact = recall.exact_chunks and recall.reads
-            looks = Looks(not scout, recall.estimates, read, exact, self._audit_is_due(scout))
-            self._step = PrefillStep(self.attention, self._rows, looks)
-            return
-        # The step that this forward will be is session.step + 1.
-        self._observed = [(n.session.step + 1) % max(1, n.session.observe_every) == 0 for n in self._rows]
-        observed = any(self._observed)
-        estimates = recall.mode == "strict" or (recall.estimates and observed)
+        else:  # the step that this forward will be is session.step + 1
+            every = [max(1, new.session.observe_every) for new in self._rows]
+            self._observed = [(n.session.step + 1) % k == 0 for n, k in zip(self._rows, every, strict=True)]
+        observed = any(self._observed) or (chunk and not scout)
         audit = observed and self._audit_is_due(scout)
-        looks = Looks(observed, estimates, recall.read if recall.reads else 0, audit=audit)
-        self._step = DecodeStep(self.attention, self._rows, batch, looks)
+        estimates = recall.mode == "strict" or (recall.estimates and (chunk or observed))
+        if chunk or (recall.exact_steps and recall.reads):
+            read = recall.chunk_read if recall.reads else 0
+            exact = recall.reads and (recall.exact_chunks if chunk else recall.exact_steps)
+            looks = Looks(observed, estimates, read, exact, audit)
+            self._step = PrefillStep(self.attention, self._rows, looks)
+        else:
+            looks = Looks(observed, estimates, recall.read if recall.reads else 0, audit=audit)
+            self._step = DecodeStep(self.attention, self._rows, batch, looks)
 
     def _audit_is_due(self, scout: bool) -> bool:
         """Counts observations; every so many of them is an audit."""

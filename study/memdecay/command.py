@@ -26,9 +26,7 @@ def recall(
     tiered: Annotated[bool, typer.Option(help="Also the arms that need a daemon.")] = True,
     arm: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Which of those: tiered, tiered-digests, tiered-low-bit; the first two by default."
-        ),
+        typer.Option(help="Which of those: tiered, tiered-low-bit, tiered-digests; all by default."),
     ] = None,
     budget: Annotated[
         list[float] | None,

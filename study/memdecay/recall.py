@@ -33,13 +33,12 @@ FULL = 1.0
 
 
 class Work(NamedTuple):
-    """What is to be asked of one episode: policies at budgets, or tiered arms of one daemon, at one budget."""
+    """What is to be asked of one episode: policies at budgets, or tiered arms at one budget."""
 
     episode: Episode
     arms: tuple[tuple[Arm, float], ...] = ()
     tiered: tuple[str, ...] = ()
     budget: float = 0.0
-    low_bit: bool = False
 
 
 class Plan(NamedTuple):
@@ -55,7 +54,7 @@ class Plan(NamedTuple):
     variants: tuple[int, ...] = (0, 1, 2)
     arms: tuple[Arm, ...] = compared()
     budgets: tuple[float, ...] = BUDGETS
-    tiered: tuple[str, ...] = ("tiered", "tiered-digests")
+    tiered: tuple[str, ...] = tuple(tiered.ARMS)
     tiered_scenarios: int | None = None  # the first so many of the split; None: all
     tiered_budgets: tuple[float, ...] | None = None  # None: all that there are
 
@@ -106,16 +105,14 @@ def missing(plan: Plan, tokenizer: PreTrainedTokenizerBase, results: Results) ->
             if plan.tiered_budgets is not None and (budget not in plan.tiered_budgets or tier == "short"):
                 continue
             for episode in chosen:
-                for low_bit in (False, True):
-                    names = tuple(
-                        name
-                        for name in plan.tiered
-                        if tiered.ARMS[name].low_bit == low_bit
-                        and tiered.can(name, tier, budget)
-                        and _key(episode, name, budget, tiered.settings_of(tier, budget, name)) not in results
-                    )
-                    if names and episode.scenario in few:
-                        work.append(Work(episode, (), names, budget, low_bit))
+                names = tuple(
+                    name
+                    for name in plan.tiered
+                    if tiered.can(name, tier, budget)
+                    and _key(episode, name, budget, tiered.settings_of(tier, budget, name)) not in results
+                )
+                if names and episode.scenario in few:
+                    work.append(Work(episode, (), names, budget))
     return work
 
 
@@ -144,13 +141,13 @@ def run(
             results.add(evicted(model, tokenizer, attention, one.episode, one.arms))
             done += 1
     geometry = model_support.geometry(model, tiered.DTYPE)
-    daemons: dict[tuple[Tier, float, bool], list[Work]] = defaultdict(list)
+    daemons: dict[tuple[Tier, float], list[Work]] = defaultdict(list)
     for one in work:
         if one.tiered:
-            daemons[one.episode.tier, one.budget, one.low_bit].append(one)
-    for (tier, budget, low_bit), batch in daemons.items():
+            daemons[one.episode.tier, one.budget].append(one)
+    for (tier, budget), batch in daemons.items():
         least = min(len(one.episode.tokens) for one in batch)
-        with tiered.serving(tier, budget, low_bit, least, geometry) as client:
+        with tiered.serving(tier, budget, least, geometry) as client:
             for one in batch:
                 told(done, len(work), f"{one.episode.name}, {', '.join(one.tiered)} at {budget:.0%}")
                 results.add(tiered.answer(model, tokenizer, client, one.episode, budget, one.tiered))

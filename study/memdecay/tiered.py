@@ -3,10 +3,10 @@
 Unlike the paper's policies it does not choose before the question: pages wait in host memory, and the question's own
 queries say which of them attention reads. So its figures stand beside the policies' and are not theirs. Three of them:
 
-tiered          pages are exact, in HBM or in host memory; the question and each step of the answer read all of them,
-                those in host memory where they lie
-tiered-low-bit  pages become low-bit in HBM first, as the daemon does unless it is told otherwise; steps read those so
-tiered-digests  as the first, but a step reads only what digests name, 32 pages a KV head
+tiered          the question and each step of the answer read every page exactly: in HBM, or where it lies in host
+                memory, also where HBM has it in few bits
+tiered-low-bit  the question does; a step reads low-bit pages as they are in HBM, and from host memory what is there alone
+tiered-digests  as the second, but of what is in host memory alone a step reads what digests name, 32 pages a KV head
 
 Bytes are counted in bfloat16, and everything is inside them: exact and low-bit pages, digests, the codec's state.
 """
@@ -46,10 +46,10 @@ class Setting(NamedTuple):
     digest_share: float
     digest_layers: int  # 0: all
 
-    def as_daemon(self, low_bit: bool) -> dict[str, object]:
+    def as_daemon(self) -> dict[str, object]:
         return {
             "policy": POLICY,
-            **({} if low_bit else {"quantize_below": NEVER}),
+            "quantize_below": NEVER,
             "recent_tokens": self.recent_tokens,
             "digest_share": self.digest_share,
             "digest_layers": self.digest_layers,
@@ -70,18 +70,12 @@ SETTINGS: dict[Tier, dict[float, Setting]] = {
 """Chosen on scenarios to develop on. A short episode's tenth is two pages: there is no such cell."""
 
 NEVER = -1.0
-"""A score that no page is below."""
-
-
-class Arm(NamedTuple):
-    recall: RecallOptions
-    low_bit: bool = False
-
+"""A score that no page is below: pages become low-bit when room is wanted, and not before."""
 
 ARMS = {
-    "tiered": Arm(RecallOptions("direct", read=256)),
-    "tiered-low-bit": Arm(RecallOptions("direct", read=256), low_bit=True),
-    "tiered-digests": Arm(RecallOptions("direct", read=32)),
+    "tiered": RecallOptions("direct", read=256, exact_steps=True),
+    "tiered-low-bit": RecallOptions("direct", read=256),
+    "tiered-digests": RecallOptions("direct", read=32),
 }
 """`read`: a KV head's pages at most. An episode of the long tier has about 105 pages."""
 
@@ -97,10 +91,10 @@ def settings_of(tier: Tier, budget: float, arm: str) -> str:
 
 
 @contextmanager
-def serving(tier: Tier, budget: float, low_bit: bool, tokens: int, geometry: Geometry) -> Iterator[Client]:
+def serving(tier: Tier, budget: float, tokens: int, geometry: Geometry) -> Iterator[Client]:
     """A daemon with `budget` of the exact KV bytes of `tokens` tokens as its whole HBM, and a client of it."""
     pool = int(budget * tokens * geometry.token_bytes)
-    settings = SETTINGS[tier][budget].as_daemon(low_bit)
+    settings = SETTINGS[tier][budget].as_daemon()
     with processes.serving(pool, HOST_BYTES, settings, reserve_ahead=0) as client:
         yield client
 
@@ -113,7 +107,7 @@ def answer(
     budget: float,
     arms: tuple[str, ...],
 ) -> list[Probed]:
-    """Replay the episode once and ask its probes over forks, under each of `arms` of this daemon."""
+    """Replay the episode once and ask its probes over forks, under each of `arms`."""
     from tierkv.model import attach
     from tierkv.transformers_cache import TieredCache
 
@@ -128,7 +122,7 @@ def answer(
         for arm in arms:
 
             @contextmanager
-            def fork(looking: RecallOptions = ARMS[arm].recall) -> Iterator[Cache]:
+            def fork(looking: RecallOptions = ARMS[arm]) -> Iterator[Cache]:
                 cache = TieredCache(session.fork(), chunk_tokens=chunk, recall=looking)
                 try:
                     yield cache

@@ -117,6 +117,22 @@ def test_a_chunk_gives_the_logits_of_the_full_cache(model: Any, start: Start) ->
     cache.close()
 
 
+def test_steps_may_give_the_logits_of_the_full_cache_too(model: Any, start: Start) -> None:
+    client, far = start(), {}
+    more = prompt(12, seed=2)["input_ids"]
+    with torch.no_grad():
+        full = model(torch.cat([prompt(PROMPT)["input_ids"], more], 1), logits_to_keep=12).logits
+        for exact in (True, False):
+            cache = filled(model, client, RecallOptions("direct", read=1000, exact_steps=exact))
+            assert client.stats(cache.sessions[0].id)["pages_quantized"] > 0
+            got = torch.cat([model(more[:, i : i + 1], **{CACHE: cache}).logits for i in range(12)], 1)
+            far[exact] = float((got - full).abs().max())
+            session = cache.sessions[0]
+            assert session.step == 12
+            cache.close()
+    assert far[True] < 1e-3 < far[False]
+
+
 def test_audits_say_what_was_attended(model: Any, start: Start) -> None:
     client = start()
     attended = {}

@@ -18,18 +18,15 @@ pytestmark = pytest.mark.model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arms", "low_bit"), [(("tiered",), False), (("tiered-low-bit",), True)])
-def test_a_quarter_of_the_bytes_answers_what_the_whole_cache_does(
-    arms: tuple[str, ...], low_bit: bool
-) -> None:
+def test_a_quarter_of_the_bytes_answers_what_the_whole_cache_does() -> None:
     from tierkv.study.model import load_smollm2
 
     model, tokenizer = load_smollm2()
     (scenario,) = [s for s in load_scenarios("dev") if s.name == "library"]
     episode = build(scenario, 0, "short", tokenizer)
     geometry = model_support.geometry(model, tiered.DTYPE)
-    with tiered.serving("short", 0.25, low_bit, len(episode.tokens), geometry) as client:
-        probed = tiered.answer(model, tokenizer, client, episode, 0.25, arms)
+    with tiered.serving("short", 0.25, len(episode.tokens), geometry) as client:
+        probed = tiered.answer(model, tokenizer, client, episode, 0.25, ("tiered",))
     assert [one.region for one in probed] == ["system", "user", "tool_out", "retrieval"]
     assert [one.right for one in probed] == [True] * 4  # as over the full cache
     assert all(0 < one.kept <= 0.25 * one.of for one in probed)
@@ -74,7 +71,6 @@ def test_a_whole_run_has_every_cell() -> None:
         choose(Plan(), True, list(tiered.ARMS), [0.25]), tokenizer, Results(Path("/nowhere/at/all"))
     )
     assert Counter(name for one in few for name in one.tiered) == dict.fromkeys(tiered.ARMS, 24)
-    assert all(tiered.ARMS[name].low_bit == one.low_bit for one in few for name in one.tiered)
     cells = {(one.episode.tier, one.budget) for one in work if one.tiered}
     assert cells == {
         ("short", 0.5),
