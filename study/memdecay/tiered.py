@@ -5,8 +5,8 @@ queries say which of them attention reads. So its figures stand beside the polic
 
 tiered          the question and each step of the answer read every page exactly: in HBM, or where it lies in host
                 memory, also where HBM has it in few bits
-tiered-low-bit  the question does; a step reads low-bit pages as they are in HBM, and from host memory what is there alone
-tiered-digests  as the second, but of what is in host memory alone a step reads what digests name, 32 pages a KV head
+tiered-low-bit  the question does; a step reads low-bit pages as they lie in HBM, and from host memory only the rest
+tiered-digests  as the second, but of that rest a step reads what digests name, 32 pages a KV head
 
 Bytes are counted in bfloat16, and everything is inside them: exact and low-bit pages, digests, the codec's state.
 """
