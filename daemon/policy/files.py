@@ -20,12 +20,12 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 import numpy as np
 
-from tierkv.daemon.policy.contract import Policy, Thresholds
+from tierkv.daemon.policy.contract import Aggregate, Policy, Thresholds
 from tierkv.daemon.policy.ema import Ema
 from tierkv.daemon.policy.full import Full
 from tierkv.daemon.policy.h2o import H2O
@@ -76,6 +76,10 @@ def get(name: str, /, **settings: object) -> Policy:
             labels = {(k.label if isinstance(k, Region) else k): v for k, v in _items(name, key, value)}
             regions = {parse_region(k): v for k, v in _table(name, key, labels, REGION_NAMES).items()}
             value = getattr(default, key) | regions
+        elif key == "aggregate" and value not in get_args(Aggregate):
+            raise ConfigError(
+                f"policy {name!r}: aggregate = {value!r} does not exist; use one of {', '.join(get_args(Aggregate))}"
+            )
         values[key] = value
     try:
         policy = msgspec.convert(msgspec.to_builtins(values, enc_hook=_plain), kind)

@@ -33,12 +33,13 @@ def ablate(
     traces: Traces = TRACES,
     split: Of = Split.report,
     half_lives: Annotated[
-        Path | None, typer.Option(help="A policy file: its half-lives are one more setting.")
+        Path | None,
+        typer.Option(help="A policy file (lifetimes writes some): its half-lives are one more setting."),
     ] = None,
     out: Out = Path("out"),
     as_json: Json = False,
 ) -> None:
-    """Which facts survive eviction with one setting changed: alpha, pins, k, pages, aggregate and the others."""
+    """Which facts survive eviction with one setting of a policy changed, or with other pages, pins or observations."""
     with plain_errors():
         from tierkv.study.memdecay import ablate as study
 
@@ -65,18 +66,19 @@ def variants(
     out: Out = Path("out"),
     as_json: Json = False,
 ) -> None:
-    """Ideas beyond the paper beside lift, and a verdict on each."""
+    """Ideas beyond the paper beside memdecay-lift, and a verdict on each."""
     with plain_errors():
         from tierkv.study.memdecay import variants as study
         from tierkv.study.memdecay import variants_tables
 
         if by_layer:
-            from tierkv.study.model import load_smollm2
+            from tierkv.study.model import load_config
 
-            layers = load_smollm2()[0].config.num_hidden_layers
+            require(out)
+            layers = load_config().num_hidden_layers
             _survival(
                 "variants-layers", lambda pairs, told: study.run_weighted(pairs, layers, told),
-                variants_tables.render, traces, split, out, as_json, every=1,
+                variants_tables.render, traces, split, out, as_json, 1, "--every 1 --window 8",
             )  # fmt: skip
         else:
             _survival("variants", study.run, variants_tables.render, traces, split, out, as_json)
@@ -93,7 +95,7 @@ def labels(
 
 
 def overhead(
-    pairs: Annotated[int, typer.Option(min=1, help="Of steps at each length.")] = 24,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of steps, at each length of the context.")] = 24,
     out: Out = Path("out"),
     as_json: Json = False,
 ) -> None:
@@ -121,13 +123,14 @@ def _survival(
     out: Path,
     as_json: bool,
     every: int = 0,
+    options: str = "",
 ) -> None:
-    """Run a study on the folder's traces, and write and show what it found."""
+    """Run a study on the folder's traces, and write and show what it found. every, options: see `load_pairs`."""
     require(out)
     from tierkv.study.memdecay.collect import load_pairs
     from tierkv.study.model import load_tokenizer
 
-    known = list(load_pairs(traces, split.value, load_tokenizer(), every))
+    known = list(load_pairs(traces, split.value, load_tokenizer(), every, options))
     with progress() as told:
         found = study(known, told)
     write(out / f"{name}-{split}.json", stamped(found))

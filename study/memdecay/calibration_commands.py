@@ -47,16 +47,21 @@ def record(
         typer.Option(help="Instead of scenarios: conversations in OpenAI's format, JSON or JSONL."),
     ] = None,
     trace: Annotated[
-        list[int] | None, typer.Option(min=0, help="Of the file: which; all by default.")
+        list[int] | None, typer.Option(min=0, help="Of that file: which, counted from 0; all by default.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="A chat is cut there.")] = 8192,
-    every: Annotated[int, typer.Option(min=0, help="Each n-th (layer, head) alone; 0: their average.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a chat: at most so many are read.")] = 8192,
+    every: Annotated[
+        int, typer.Option(min=0, help="Each n-th (layer, head) by itself; 0: the average of all.")
+    ] = 0,
     window: Annotated[
-        int | None, typer.Option(min=1, help="Queries of each stage; by default 48, of a chat 16.")
+        int | None,
+        typer.Option(min=1, help="The last so many queries of each stage; by default 48, of a chat 16."),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the model.")] = Dtype.float32,
 ) -> None:
-    """Read contexts once and keep the attention that each token got. What is there already is not recorded again."""
+    """Read contexts once and keep the attention that each token got, as traces that the other commands read. What is
+    there already is not recorded again.
+    """
     with plain_errors():
         require(out)
         import torch
@@ -105,7 +110,7 @@ def lifetimes(
         from tierkv.study.memdecay.collect import load_folder
 
         if precision is not None:
-            compared = audit.run(load_folder(traces), load_folder(precision))
+            compared = audit.run(load_folder(traces), load_folder(precision, options="--dtype bfloat16"))
             write(out / "lifetimes-precision.json", stamped(compared))
             show(as_json, compared, lambda: audit.render(compared))
             return
@@ -120,16 +125,26 @@ def lifetimes(
 
 def ema(
     traces: Traces = TRACES,
-    ahead: Annotated[list[int] | None, typer.Option(min=1, help="Steps ahead; 1 and 48 by default.")] = None,
-    alpha: Annotated[list[float] | None, typer.Option(help="Of the grid.")] = None,
-    beta: Annotated[list[float] | None, typer.Option(help="Of the grid.")] = None,
-    share: Annotated[list[float] | None, typer.Option(help="Sizes of the hot set.")] = None,
-    name: Annotated[str, typer.Option(help="Of the files that are written.")] = "ema",
+    ahead: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="How far the attention to come lies ahead; 1 and 48 by default."),
+    ] = None,
+    alpha: Annotated[
+        list[float] | None, typer.Option(help="One to try; repeatable. By default .02 to .95.")
+    ] = None,
+    beta: Annotated[
+        list[float] | None, typer.Option(help="One to try; repeatable. By default .0001 to 1.")
+    ] = None,
+    share: Annotated[
+        list[float] | None,
+        typer.Option(help="Hot set, a share of the tokens; .05, .1, .25 by default."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the files that are written, without their ending.")] = "ema",
     out: Out = Path("out"),
     as_json: Json = False,
 ) -> None:
-    """Sweep the ema policy's alpha and beta by what share of the attention to come falls on its hot set; traces by head
-    (tierkv study record --every 10).
+    """Sweep the ema policy's alpha and beta by what share of the attention to come falls on its hot set (the tokens
+    that it scores best). Needs traces by head (tierkv study record --every 10).
     """
     with plain_errors():
         require(out)
@@ -141,7 +156,7 @@ def ema(
 
         reports = [
             study.run(
-                load_folder(traces, by_head=True), alpha or study.ALPHAS, beta or study.BETAS,
+                load_folder(traces, by_head=True, options="--every 10"), alpha or study.ALPHAS, beta or study.BETAS,
                 share or study.SHARES, ahead=steps,
             )
             for steps in ahead or (1, 48)

@@ -158,8 +158,10 @@ def _episodes(
         yield from (e for e in episodes(scenarios, tier, tokenizer) if e.variant in variants)
 
 
-def load_folder(folder: Path, by_head: bool = False) -> Iterator[Trace]:
+def load_folder(folder: Path, by_head: bool = False, options: str = "") -> Iterator[Trace]:
     """The folder's traces, one after another by name: those averaged over heads, or those by head.
+
+    options: of `tierkv study record`, that make such traces; an error names them.
 
     Raises:
         ConfigError: there is none, or one cannot be read.
@@ -169,16 +171,14 @@ def load_folder(folder: Path, by_head: bool = False) -> Iterator[Trace]:
     ]
     if not files:
         kind = "by head " if by_head else ""
-        raise ConfigError(
-            f"{folder} holds no attention trace {kind}yet; run: tierkv study record --out {folder}"
-        )
+        raise ConfigError(f"{folder} holds no attention trace {kind}yet; {_record(folder, options)}")
     yield from map(load_trace, files)
 
 
 def load_pairs(
-    folder: Path, split: Split, tokenizer: PreTrainedTokenizerBase, every: int = 0
+    folder: Path, split: Split, tokenizer: PreTrainedTokenizerBase, every: int = 0, options: str = ""
 ) -> Iterator[tuple[Episode, Trace]]:
-    """The split's episodes that the folder has a trace of, of that `every` (see `run`), with it.
+    """The split's episodes that the folder has a trace of, of that `every` (see `run`), with it. options: as above.
 
     Raises:
         ConfigError: there is none, or a trace cannot be read.
@@ -190,6 +190,11 @@ def load_pairs(
             found = True
             yield episode, load_trace(file)
     if not found:
+        kind = "by head " if every else ""
         raise ConfigError(
-            f"{folder} holds no attention trace of the {split} scenarios; run: tierkv study record --out {folder}"
+            f"{folder} holds no attention trace {kind}of the {split} scenarios; {_record(folder, options)}"
         )
+
+
+def _record(folder: Path, options: str) -> str:
+    return " ".join(["run: tierkv study record", *options.split(), "--out", str(folder)])

@@ -23,14 +23,18 @@ def recall(
     split: Annotated[
         Split, typer.Option(help="Scenarios: to report on, or to develop and tune on.")
     ] = Split.report,
-    tiered: Annotated[bool, typer.Option(help="Also the arms that need a daemon.")] = True,
+    tiered: Annotated[bool, typer.Option(help="Also the arms that need a daemon, the tiered arms.")] = True,
     arm: Annotated[
         list[str] | None,
-        typer.Option(help="Which of those: tiered, tiered-low-bit, tiered-digests; all by default."),
+        typer.Option(
+            help="Which tiered arm: tiered, tiered-low-bit or tiered-digests; repeatable; by default all."
+        ),
     ] = None,
     budget: Annotated[
         list[float] | None,
-        typer.Option(help="Of those: in the long tier only, and at which of .5, .25, .1 and .05."),
+        typer.Option(
+            help="Of the tiered arms: the long tier only, and at which of .5, .25, .1 and .05; repeatable."
+        ),
     ] = None,
     out: Out = Path("out"),
     as_json: Json = False,

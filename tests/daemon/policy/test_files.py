@@ -89,7 +89,7 @@ def test_a_file_shows_every_setting() -> None:
         ('policy = "memdecay"\n[base]\nplan = inf', "base.*<= 1000000"),
         ('policy = "memdecay"\n[half_life]\nplan = 0', "half_life.*>= 0.001"),
         ('policy = "memdecay"\nbase = 1.0', "is not a table"),
-        ('policy = "h2o"\naggregate = "median"', "aggregate.*'median'"),
+        ('policy = "h2o"\naggregate = "median"', "aggregate = 'median' .*mean, max, top2, relief"),
         ('policy = "h2o"\n[base]\nplan = 1.0', "no setting 'base'"),
         ("policy = ", "cannot be read"),
     ],

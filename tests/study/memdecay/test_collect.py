@@ -113,8 +113,15 @@ def test_a_long_chat_is_cut(model: LlamaForCausalLM) -> None:
 
 
 def test_an_empty_folder_says_how_to_fill_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tierkv study record"):
+    with pytest.raises(ConfigError, match=f"run: tierkv study record --out {tmp_path}$"):
         list(collect.load_folder(tmp_path))
+
+
+def test_an_empty_folder_says_how_to_fill_it_with_traces_by_head(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=f"by head yet; run: tierkv study record --every 10 --out {tmp_path}$"
+    ):
+        list(collect.load_folder(tmp_path, by_head=True, options="--every 10"))
 
 
 def test_an_episode_is_paired_with_its_trace(tmp_path: Path) -> None:
