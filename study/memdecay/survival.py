@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tierkv.errors import ConfigError
 from tierkv.regions import Region
+from tierkv.study.memdecay.evict import straddling_share
 from tierkv.study.memdecay.results import Probed
 from tierkv.study.memdecay.scenarios import Episode
 from tierkv.study.memdecay.statistics import Signs, compare
@@ -95,11 +96,14 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Survival(msgspec.Struct, frozen=True):
-    """`model` recorded the attention. A policy's default comes first of its rows."""
+    """`model` recorded the attention. A policy's default comes first of its rows. `straddling`: by tier, the share of
+    pages that hold tokens of more than one region where pages do not heed regions.
+    """
 
     model: str
     scenarios: int
     episodes: int
+    straddling: dict[str, float]
     rows: list[Row]
 
 
@@ -128,7 +132,11 @@ def survival(pairs: Iterable[Pair], cases: Sequence[Case], told: Told = unheard)
     told(len(known), len(known), "done")
     defaults = {policy: name for name in reversed(fates) for policy in [name[0]]}
     rows = [Row(*name, _cells(found, fates[defaults[name[0]]])) for name, found in fates.items()]
-    return Survival(models.pop(), len({e.scenario for e, _ in known}), len(known), rows)
+    straddling: dict[str, list[float]] = defaultdict(list)
+    for episode, trace in known:
+        straddling[episode.tier].append(straddling_share(trace))
+    means = {tier: sum(shares) / len(shares) for tier, shares in straddling.items()}
+    return Survival(models.pop(), len({e.scenario for e, _ in known}), len(known), means, rows)
 
 
 def _fates(case: Case, episode: Episode, trace: Trace, budget: float) -> list[Fate]:
@@ -199,8 +207,10 @@ def _text(cell: Cell) -> str:
 
 def legend(report: Survival) -> str:
     facts = max(cell.facts for row in report.rows for cell in row.cells)
+    straddling = ", ".join(f"{tier} {share:.0%}" for tier, share in report.straddling.items())
     return (
         f"{report.episodes} episodes of {report.scenarios} scenarios, {facts} facts a cell, attention of "
         f"{report.model}. Facts that survive, in percent: all but system / all; then scenarios won-tied-lost against "
-        "the default, all but system. A fact that survives may still not be named: survival is not recall."
+        "the default, all but system. A fact that survives may still not be named: survival is not recall. Pages of 16 "
+        f"that straddle regions: {straddling}."
     )

@@ -70,6 +70,7 @@ def test_a_fact_survives_when_all_of_its_tokens_do() -> None:
     assert first.by_region == {"system": 1, "user": 0, "retrieval": 1}
     assert second.by_region == {"system": 1, "user": 1, "retrieval": 0}
     assert (first.by_value, second.by_value) == ({"number": 0, "word": 1}, {"number": 1, "word": 0})
+    assert report.straddling == {"long": 1.0}  # 8 tokens of each region: both pages of 16 hold two
     assert (first.survival, first.non_system, first.facts) == (pytest.approx(2 / 3), 0.5, 3)
     assert (report.model, report.scenarios, report.episodes) == ("m", 1, 1)
 

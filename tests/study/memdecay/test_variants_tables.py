@@ -32,7 +32,7 @@ LIFT = row("lift", ("0-0", "0-0"), (0.1, 0.5))
 
 
 def survival_of(*rows: Row) -> Survival:
-    return Survival("m", 4, 24, [LIFT, *rows])
+    return Survival("m", 4, 24, {}, [LIFT, *rows])
 
 
 @pytest.mark.parametrize(
