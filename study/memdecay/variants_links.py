@@ -116,6 +116,19 @@ def copies_of(tokens: Sequence[int], starts: Sequence[int], least: int = COPY_TO
     return tuple(found)
 
 
+class Scored(NamedTuple):
+    """`[pages]` scores, and the tokens `[starts, stops)` of each page."""
+
+    scores: Floats
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+    def touching(self, span: Span, around: int = 0) -> NDArray[np.bool_]:
+        """Which pages hold a token of the span, or of so many tokens beside it."""
+        touching: NDArray[np.bool_] = (self.starts < span.stop + around) & (self.stops > span.start - around)
+        return touching
+
+
 class LinkedState(TokenState):
     """Its pages have lift's scores, which the policy then changes where a link says so."""
 
@@ -129,7 +142,7 @@ class LinkedState(TokenState):
 
     def page_scores(self, starts: NDArray[np.int64], counts: NDArray[np.int32], step: float) -> Floats:
         pages = self.unlinked(starts, counts, step)
-        self._linked.link(self, pages, starts, starts + counts, step)
+        self._linked.link(self, Scored(pages, starts, starts + counts), step)
         return pages
 
 
@@ -141,15 +154,8 @@ class Linked(MemDecayLift, ABC):
         return LinkedState(self)
 
     @abstractmethod
-    def link(
-        self,
-        tokens: LinkedState,
-        pages: Floats,
-        starts: NDArray[np.int64],
-        stops: NDArray[np.int64],
-        step: float,
-    ) -> None:
-        """Change the scores `pages` of the pages `[starts, stops)` in place."""
+    def link(self, tokens: LinkedState, pages: Scored, step: float) -> None:
+        """Change the scores in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,22 +168,15 @@ class SharedFate(Linked):
     links: tuple[Evidence, ...] = ()
     share: float = 0.5
 
-    def link(
-        self,
-        tokens: LinkedState,
-        pages: Floats,
-        starts: NDArray[np.int64],
-        stops: NDArray[np.int64],
-        step: float,
-    ) -> None:
+    def link(self, tokens: LinkedState, pages: Scored, step: float) -> None:
         for plan, evidence in self.links:
             own = np.arange(plan.start, min(plan.stop, len(tokens)), PAGE_TOKENS)
             if len(own):
                 ends = np.append(own[1:], min(plan.stop, len(tokens)))
                 least = self.share * tokens.unlinked(own, (ends - own).astype(np.int32), step).max()
                 for span in evidence:
-                    touched = (starts < span.stop) & (stops > span.start)
-                    pages[touched] = np.maximum(pages[touched], np.float32(least))
+                    touched = pages.touching(span)
+                    pages.scores[touched] = np.maximum(pages.scores[touched], np.float32(least))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,17 +186,10 @@ class Supersede(Linked):
     name: ClassVar[str] = "supersede"
     links: tuple[Superseded, ...] = ()
 
-    def link(
-        self,
-        tokens: LinkedState,
-        pages: Floats,
-        starts: NDArray[np.int64],
-        stops: NDArray[np.int64],
-        step: float,
-    ) -> None:
-        for (start, stop), since in self.links:
+    def link(self, tokens: LinkedState, pages: Scored, step: float) -> None:
+        for old, since in self.links:
             if len(tokens) >= since:
-                pages[(starts < stop) & (stops > start)] = 0.0
+                pages.scores[pages.touching(old)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,19 +205,12 @@ class CopyRefresh(Linked):
     raised: float = 0.5
     around: int = 8
 
-    def link(
-        self,
-        tokens: LinkedState,
-        pages: Floats,
-        starts: NDArray[np.int64],
-        stops: NDArray[np.int64],
-        step: float,
-    ) -> None:
-        raised = np.zeros(len(pages), bool)
-        for (start, stop), end in self.links:
+    def link(self, tokens: LinkedState, pages: Scored, step: float) -> None:
+        raised = np.zeros(len(pages.scores), bool)
+        for source, end in self.links:
             if len(tokens) >= end:
-                raised |= (starts < stop + self.around) & (stops > start - self.around)
-        pages[raised] += np.float32(self.raised)
+                raised |= pages.touching(source, self.around)
+        pages.scores[raised] += np.float32(self.raised)
 
 
 def quotes_of(tokens: Sequence[int], blocks: Sequence[Block]) -> tuple[Copy, ...]:
