@@ -1,5 +1,5 @@
 """The commands of `tierkv`. Those that ask a daemon take `--json` and, but for `replay`, read only; 1 is the exit code
-when no daemon answers. `study` needs none to run: it writes figures to a folder.
+when no daemon answers. `study` and `bench` need none to run: they write figures to a folder.
 
 `status` and `stats` ask over HTTP, which answers whatever the loop does; `explain`, `ping` and `replay` take a worker's
 way.
@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from tierkv.benchmarks.command import app as bench_app
 from tierkv.daemon.config import load_config
 from tierkv.daemon.limits import show_bytes
 from tierkv.daemon.statedir import read_holder, read_http
@@ -33,6 +34,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 config_app = typer.Typer(no_args_is_help=True, help="The configuration.")
 app.add_typer(config_app, name="config")
 app.add_typer(study_app, name="study")
+app.add_typer(bench_app, name="bench")
 
 StateDir = Annotated[Path | None, typer.Option(help="Of the daemon; default $TIERKV_STATE_DIR.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]

