@@ -20,7 +20,7 @@ model, and bfloat16 pages of one layer of an 8B model.
 
 - `peer`: not of `tierkv.quant`; `note`: what is particular about it
 - `kl_ratio`: its mean KL over that of KIVI-G32, the same inputs drawn for both; `kl_wins`: inputs on which it is lower
-- `attn_error_by_layer`; `kl_by_input`
+- `attn_error_by_layer`, `kl_by_input`
 - `encode_memcpy`, `decode_memcpy`: median ratio to memcpy; `attention_ms` and `attention_exact_ms` a token at
   `attention_tokens` tokens in place, all layers, and `attention_ratio`: packed over exact (a form that attention cannot
   read in place has none of these, null)

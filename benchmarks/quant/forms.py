@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ from tierkv.geometry import Geometry
 BASELINE = "kivi-g32"
 """The peer that ratios are taken to: always measured."""
 
-BACKENDS: tuple[hf_peers.Backend, ...] = get_args(hf_peers.Backend)
-PEERS = (BASELINE, *BACKENDS)
+PEERS = (BASELINE, *hf_peers.SETTINGS)
 
 
 class Form(NamedTuple):
@@ -29,8 +28,6 @@ class Form(NamedTuple):
     peer: bool
     hold: Callable[[torch.Tensor], Held]
     note: str = ""
-    sinks: bool = True
-    """Whether it leaves the sinks exact."""
 
 
 class Skipped(NamedTuple):
@@ -65,12 +62,14 @@ def build(names: Sequence[str], seen: Calibration) -> tuple[list[Form], list[Ski
 def _form(name: str, seen: Calibration) -> Form:
     if name == BASELINE:
         return Form(name, True, peers.Kivi, "KIVI, arXiv 2402.02750: groups of 32, float16 scale and zero")
-    for backend in BACKENDS:
-        if name == backend:
-            if importlib.util.find_spec(hf_peers.PACKAGE[backend].partition(".")[0]) is None:
-                raise ConfigError('not installed: pip install ".[bench]" in a checkout of tierkv')
-            note = "transformers' QuantizedCache, groups of 64, scale and zero in the model's dtype; no sinks"
-            return Form(name, True, partial(hf_peers.Cache, backend), note, sinks=False)
+    if setting := hf_peers.SETTINGS.get(name):
+        if importlib.util.find_spec(hf_peers.PACKAGE[setting.backend]) is None:
+            raise ConfigError('not installed: pip install ".[bench]" in a checkout of tierkv')
+        note = (
+            f"transformers' QuantizedCache, groups of {hf_peers.GROUP}, axes {setting.axis_key} (keys) and "
+            f"{setting.axis_value} (values), scale and zero in the model's dtype"
+        )
+        return Form(name, True, partial(hf_peers.Cache, setting), note)
     codec = quant.get(name)
     return Form(name, False, partial(Pages, codec, seen.geometry, fit(codec, seen)))
 

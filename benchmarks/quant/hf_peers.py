@@ -1,15 +1,19 @@
-"""transformers' `QuantizedCache` with its two group-wise backends, hqq and quanto, at 2 bits.
+"""transformers' `QuantizedCache` with its two group-wise backends, hqq and quanto: 2 bits, groups of 64 (its default).
 
-Its layers do the work, as the cache makes them: groups of 64 (transformers' default) along a token's channels, that is
-axis 1 for hqq and 0 for quanto, as its documentation advises. The cache keeps the latest `residual_length` tokens
-exact, which is `RECENT` here, but no sinks. Its scale and zero have the model's dtype: float32 here.
+Its layers do the work, as the cache makes them. `hqq` and `quanto` have the axes that its documentation advises, which
+for these heads group a token's channels. `-channel` are the axes that suit keys better: quanto groups 64 tokens of a
+channel, hqq 64 values that lie evenly through all heads and tokens, which are one channel's where heads times tokens is
+a multiple of 64, as here.
+
+Of the exact tokens at the end the cache has its own (`residual_length`). It keeps no sinks; here they stay exact as for
+all forms. Scale and zero have the model's dtype: float32 for this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -22,23 +26,36 @@ Backend = Literal["hqq", "quanto"]
 
 BITS = 2
 GROUP = 64
-AXIS: dict[Backend, int] = {"hqq": 1, "quanto": 0}
-PACKAGE: dict[Backend, str] = {"hqq": "hqq", "quanto": "optimum.quanto"}
+PACKAGE: dict[Backend, str] = {"hqq": "hqq", "quanto": "optimum"}
 
 
-def options(backend: Backend) -> dict[str, int]:
-    """Of the cache and of each of its layers."""
-    return {"nbits": BITS, "axis_key": AXIS[backend], "axis_value": AXIS[backend], "q_group_size": GROUP}
+class Setting(NamedTuple):
+    backend: Backend
+    axis_key: int
+    axis_value: int
+
+    def options(self) -> dict[str, int]:
+        """Of the cache and of each of its layers."""
+        axes = {"axis_key": self.axis_key, "axis_value": self.axis_value}
+        return {"nbits": BITS, "q_group_size": GROUP, **axes}
+
+
+SETTINGS = {
+    "hqq": Setting("hqq", 1, 1),
+    "hqq-channel": Setting("hqq", 0, 1),
+    "quanto": Setting("quanto", 0, 0),
+    "quanto-channel": Setting("quanto", -1, 0),
+}
 
 
 class Cache(Held):
     """Raises `ImportError` where the backend is not installed."""
 
-    def __init__(self, backend: Backend, kv: torch.Tensor) -> None:
+    def __init__(self, setting: Setting, kv: torch.Tensor) -> None:
         from transformers.cache_utils import HQQQuantizedLayer, QuantoQuantizedLayer
 
-        kind = HQQQuantizedLayer if backend == "hqq" else QuantoQuantizedLayer
-        self._layer: Callable[[], QuantizedLayer] = partial(kind, **options(backend))
+        kind = HQQQuantizedLayer if setting.backend == "hqq" else QuantoQuantizedLayer
+        self._layer: Callable[[], QuantizedLayer] = partial(kind, **setting.options())
         self._exact = [(keys[None].contiguous(), values[None].contiguous()) for keys, values in kv]
         self._layers: list[QuantizedLayer] = []
         self._decoded: list[tuple[torch.Tensor, torch.Tensor]] = []

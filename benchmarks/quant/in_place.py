@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 
@@ -11,7 +9,7 @@ from tierkv import attention
 from tierkv.attention.contract import PagedAttention, Pages, PoolView
 from tierkv.benchmarks.pairs import Figures, interleave
 from tierkv.benchmarks.quant.pages import from_pages, to_pages
-from tierkv.benchmarks.quant.speed import one_thread, window
+from tierkv.benchmarks.quant.speed import one_thread, seconds, window
 from tierkv.geometry import Geometry
 from tierkv.quant.contract import Codec, Floats
 from tierkv.table import Kind
@@ -74,10 +72,8 @@ class _Side:
         return self.implementation.decode(self.query, self.pool, pages, layer, scale).out
 
     def milliseconds(self) -> float:
-        start = time.perf_counter()
-        for layer in range(self.pool.geometry.num_layers):
-            self._attend(self.pages, layer)
-        return 1e3 * (time.perf_counter() - start)
+        layers = range(self.pool.geometry.num_layers)
+        return 1e3 * seconds(lambda: [self._attend(self.pages, layer) for layer in layers])
 
     def reads(self, first: torch.Tensor) -> bool:
         """Whether attention over the first page is that over `first`, its K/V `[layers, 2, heads, tokens, dim]`."""

@@ -13,12 +13,13 @@ import torch
 from tierkv import quant
 from tierkv.benchmarks.quant import FORCED, RECENT, SINKS, forms, in_place, speed
 from tierkv.benchmarks.quant.calibrate import Calibration, fit, observe
-from tierkv.benchmarks.quant.exact import Exact, Listener
+from tierkv.benchmarks.quant.exact import Listener
 from tierkv.benchmarks.quant.forms import Form
 from tierkv.benchmarks.quant.inputs import (
     CALIBRATION,
     CALIBRATION_CONTEXT,
     CONTEXT,
+    QUICK_CALIBRATION_CONTEXT,
     QUICK_CONTEXT,
     REPORT,
     Text,
@@ -54,12 +55,12 @@ def plan(names: Sequence[str], count: int | None, data: Path | None, quick: bool
     """Raises `ConfigError` for a form that does not exist."""
     chosen = forms.choose(names)
     if quick:
-        return Plan(chosen, count or QUICK_INPUTS, QUICK_CONTEXT, QUICK_CONTEXT // 2, data, quick)
+        return Plan(chosen, count or QUICK_INPUTS, QUICK_CONTEXT, QUICK_CALIBRATION_CONTEXT, data, quick)
     return Plan(chosen, count or INPUTS, data=data)
 
 
 def run(plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, told: Told) -> list[Record]:
-    """A record a form; two for a form that packs the sinks too: as it is, and with the sinks left exact."""
+    """A record a form."""
     texts = read(REPORT, tokenizer, plan.data, plan.context, plan.inputs)
     others = read(
         CALIBRATION,
@@ -88,44 +89,37 @@ def run(plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
         [text.context for text in texts], SINKS, RECENT, FORCED, in_place.TOKENS,
         [text.title for text in texts], [text.title for text in others], {one.name: one.why for one in skipped},
     )  # fmt: skip
-    baseline = losses[forms.BASELINE]
     return [
-        record(row, form.peer, form.note, losses[row], baseline, here[form.name], eight_b[form.name], shared)
-        for form in found
-        for row in rows(form)
-    ]
-
-
-def rows(form: Form) -> tuple[str, ...]:
-    return (form.name,) if form.sinks else (form.name, f"{form.name}+sinks")
+        record(
+            one.name, one.peer, one.note, losses[one.name], losses[forms.BASELINE], here[one.name], eight_b[one.name],
+            shared,
+        )
+        for one in found
+    ]  # fmt: skip
 
 
 def _quality(
     model: PreTrainedModel, texts: Sequence[Text], found: Sequence[Form], told: Told
 ) -> dict[str, list[Loss]]:
-    """By row, then by text."""
-    losses: dict[str, list[Loss]] = {row: [] for form in found for row in rows(form)}
+    """By form, then by text."""
+    losses: dict[str, list[Loss]] = {form.name: [] for form in found}
     listener = Listener(model)
     for done, text in enumerate(texts):
         told(done, len(texts), text.title)
         exact = listener.run(text)
         judge = Judge(model, exact)
         for form in found:
-            given = through(form, exact)
-            losses[form.name].append(judge.measure(given))
-            if not form.sinks:
-                given[:, :, :, :SINKS] = exact.kv[:, :, :, :SINKS]
-                losses[rows(form)[1]].append(judge.measure(given))
+            losses[form.name].append(judge.measure(through(form, exact.kv)))
     return losses
 
 
-def through(form: Form, exact: Exact) -> torch.Tensor:
-    """The context's K/V after the form had them."""
-    span = slice(SINKS if form.sinks else 0, exact.kv.shape[3] - RECENT)
-    held = form.hold(exact.kv[:, :, :, span])
+def through(form: Form, kv: torch.Tensor) -> torch.Tensor:
+    """The context's K/V after the form had all but the sinks and the recent tokens."""
+    span = slice(SINKS, kv.shape[3] - RECENT)
+    held = form.hold(kv[:, :, :, span])
     held.encode()
     held.decode()
-    given = exact.kv.clone()
+    given = kv.clone()
     given[:, :, :, span] = held.kv()
     return given
 
