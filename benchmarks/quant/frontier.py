@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.benchmarks.quant.records import Record
 
@@ -15,9 +15,10 @@ OURS, PEER, LINE, INK, FAINT = "#0b7285", "#868e96", "#e8590c", "#212529", "#495
 MOST_BITS = 9.0
 """Forms with more bits are named below the picture and not drawn."""
 
-LABEL_WIDTH, LABEL_HEIGHT = 110.0, 13.0
-"""Points that a label takes: two that are closer are moved apart."""
+CHARACTER, LINE_HEIGHT = 6.2, 12.0
+"""Points that a character of a label takes, and a label's height."""
 
+TICKS = (2, 2.5, 3, 4, 5, 6, 8)
 DPI = 160
 
 
@@ -30,15 +31,24 @@ def pareto(records: Sequence[Record]) -> list[Record]:
     return best
 
 
-def spread(places: Sequence[tuple[float, float]]) -> list[float]:
-    """Heights of labels that start at these places (points), moved up from those that they would cover."""
-    heights = [y for _, y in places]
+class Label(NamedTuple):
+    """From `start` to `stop` on a line at `height`; points."""
+
+    start: float
+    stop: float
+    height: float
+
+
+def spread(labels: Sequence[Label]) -> list[float]:
+    """Heights at which no label covers another: the lowest stay, the others move up as far as they must."""
+    heights = [label.height for label in labels]
     settled: list[int] = []
-    for index in sorted(range(len(places)), key=lambda i: places[i][1]):
-        near = sorted(heights[i] for i in settled if abs(places[i][0] - places[index][0]) < LABEL_WIDTH)
-        for height in near:
-            if abs(heights[index] - height) < LABEL_HEIGHT:
-                heights[index] = height + LABEL_HEIGHT
+    for index in sorted(range(len(labels)), key=lambda i: labels[i].height):
+        mine = labels[index]
+        for other in sorted(settled, key=heights.__getitem__):
+            meet = mine.start < labels[other].stop and labels[other].start < mine.stop
+            if meet and abs(heights[index] - heights[other]) < LINE_HEIGHT:
+                heights[index] = heights[other] + LINE_HEIGHT
         settled.append(index)
     return heights
 
@@ -50,22 +60,22 @@ def draw(records: Sequence[Record], file: Path) -> None:
 
     run = records[0].run
     drawn = [one for one in records if one.bits_per_value <= MOST_BITS and one.kl > 0]
-    figure = Figure(figsize=(9.2, 5.8))
+    figure = Figure(figsize=(9.2, 6.2))
     FigureCanvasAgg(figure)
-    figure.subplots_adjust(left=0.085, right=0.975, top=0.83, bottom=0.145)
-    figure.text(0.085, 0.94, "What low-bit K/V costs a model", fontsize=15, weight="bold", color=INK)
+    figure.subplots_adjust(left=0.095, right=0.975, top=0.83, bottom=0.145)
+    figure.text(0.095, 0.94, "What low-bit K/V costs a model", fontsize=15, weight="bold", color=INK)
     figure.text(
-        0.085, 0.883,
+        0.095, 0.883,
         f"{run.model}, {len(run.inputs)} inputs of {max(run.context):,} cached tokens, all but the first {run.sinks} "
-        f"and last {run.recent} packed; the next {run.forced} tokens\ncompared with those over the exact cache. Bars: 95% "
-        "interval over inputs. Lower and further left is better.",
+        f"and last {run.recent} packed; the next {run.forced} tokens\ncompared with those over the exact cache. Bars: "
+        "95% interval over inputs. Lower and further left is better.",
         fontsize=9, color=FAINT, va="center", linespacing=1.4,
     )  # fmt: skip
     if drawn:
         _points(figure.add_subplot(), drawn)
     if left_out := [one for one in records if one not in drawn]:
         names = ", ".join(f"{one.codec} ({one.bits_per_value:.1f} bits, KL {one.kl:.1g})" for one in left_out)
-        figure.text(0.085, 0.02, f"Not drawn: {names}", fontsize=8, color=FAINT)
+        figure.text(0.095, 0.02, f"Not drawn: {names}", fontsize=8, color=FAINT)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=DPI)
 
@@ -74,9 +84,14 @@ def _points(axes: Axes, drawn: Sequence[Record]) -> None:
     bits = [one.bits_per_value for one in drawn]
     low = min(max(one.kl_low, one.kl / 10) for one in drawn)
     axes.set_yscale("log")
-    axes.set_ylim(low / 1.5, 1.8 * max(one.kl_high for one in drawn))
-    axes.set_xlim(min(bits) - 0.25, max(bits) + 0.3 + 0.12 * (max(bits) - min(bits)))
-    _line(axes, pareto(drawn))
+    axes.set_ylim(low / 1.5, 2.5 * max(one.kl_high for one in drawn))
+    axes.set_xscale("log")
+    axes.set_xlim(min(bits) / 1.15, max(bits) * 1.15)
+    axes.set_xticks([tick for tick in TICKS if min(bits) / 1.15 < tick < max(bits) * 1.15])
+    axes.set_xticks([], minor=True)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    best = pareto(drawn)
+    _line(axes, best)
     for peer, colour, marker, label in ((False, OURS, "o", "tierkv"), (True, PEER, "D", "peers")):
         shown = [one for one in drawn if one.peer == peer]
         if not shown:
@@ -91,7 +106,8 @@ def _points(axes: Axes, drawn: Sequence[Record]) -> None:
             fmt=marker, color=colour, markersize=8, markerfacecolor="white" if peer else colour, markeredgewidth=1.6,
             elinewidth=1.2, capsize=3, linestyle="none", label=label, zorder=3,
         )  # fmt: skip
-    _labels(axes, drawn)
+    _labels(axes, best, left=True)
+    _labels(axes, [one for one in drawn if one not in best], left=False)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("bits a value, all metadata counted", color=FAINT)
     axes.set_ylabel("KL(exact || packed), nats a token", color=FAINT)
@@ -105,19 +121,28 @@ def _points(axes: Axes, drawn: Sequence[Record]) -> None:
 
 
 def _line(axes: Axes, best: Sequence[Record]) -> None:
-    """The frontier as steps, from the picture's top to its right edge; what is better lies on its other side."""
+    """The frontier as steps, from the picture's top to its right edge."""
     x = [best[0].bits_per_value, *(one.bits_per_value for one in best), axes.get_xlim()[1]]
     y = [axes.get_ylim()[1], *(one.kl for one in best), best[-1].kl]
-    axes.step(x, y, where="post", color=LINE, linewidth=1.4, alpha=0.8, zorder=1, label="best measured")
-    axes.fill_between(x, y, axes.get_ylim()[0], step="post", color=LINE, alpha=0.04, linewidth=0, zorder=0)
+    axes.step(x, y, where="post", color=LINE, linewidth=1.2, alpha=0.7, zorder=1, label="best measured")
 
 
-def _labels(axes: Axes, drawn: Sequence[Record]) -> None:
-    points = [axes.transData.transform((one.bits_per_value, one.kl)) for one in drawn]
-    scale = 72 / axes.figure.dpi  # points a pixel
-    places = [(float(x) * scale, float(y) * scale) for x, y in points]
-    for one, (_, y), height in zip(drawn, places, spread(places), strict=True):
+def _labels(axes: Axes, shown: Sequence[Record], left: bool) -> None:
+    """Left of and below their points, where nothing is on the frontier's good side; or right of them."""
+    from matplotlib.patheffects import withStroke
+
+    points = [axes.transData.transform((one.bits_per_value, one.kl)) * 72 / axes.figure.dpi for one in shown]
+    side = -1 if left else 1
+    labels = []
+    for one, (x, y) in zip(shown, points, strict=True):
+        near, far = x + 8 * side, x + (8 + CHARACTER * len(one.codec)) * side
+        labels.append(Label(min(near, far), max(near, far), y * side))
+    for one, (_, y), height in zip(shown, points, spread(labels), strict=True):
+        colour = PEER if one.peer else OURS
+        shift = height * side - y - (3 if left else 0)
         axes.annotate(
-            one.codec, (one.bits_per_value, one.kl), (10, height - y), textcoords="offset points", va="center",
-            fontsize=9.5, color=PEER if one.peer else OURS, weight="normal" if one.peer else "bold", zorder=4,
+            one.codec, (one.bits_per_value, one.kl), (8 * side, shift), textcoords="offset points",
+            ha="right" if left else "left", va="top" if left else "center", fontsize=9.5, color=colour, zorder=4,
+            weight="normal" if one.peer else "bold", path_effects=[withStroke(linewidth=2.5, foreground="white")],
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6},
         )  # fmt: skip
