@@ -28,6 +28,10 @@ def quant(
         Path | None,
         typer.Option(help="Folder of tau-airline; by default ../shared/data/tau_airline, if it is there."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Keep what an interrupted run measured; no codec has changed since."),
+    ] = False,
     out: Annotated[Path, typer.Option(help="File of figures.")] = Path("out/quant.json"),
     plot: Annotated[Path, typer.Option(help="File of the picture.")] = Path("out/quant.png"),
 ) -> None:
@@ -38,12 +42,13 @@ def quant(
         folder = _data(data)
         from tierkv.benchmarks.quant import frontier, table  # torch and transformers: seconds
         from tierkv.benchmarks.quant import run as bench
+        from tierkv.benchmarks.quant.parts import Parts
         from tierkv.study.memdecay.cli import progress, show, write
         from tierkv.study.model import load_smollm2
 
         plan = bench.plan(codec or (), count, folder, quick)
         with progress() as told:
-            records = bench.run(plan, *load_smollm2(), told)
+            records = bench.run(plan, Parts(out.with_suffix(".parts"), resume), *load_smollm2(), told)
         write(out, records)
         frontier.draw(records, plot)
         show(False, records, lambda: table.render(records))

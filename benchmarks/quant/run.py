@@ -26,6 +26,7 @@ from tierkv.benchmarks.quant.inputs import (
     read,
 )
 from tierkv.benchmarks.quant.pages import to_pages
+from tierkv.benchmarks.quant.parts import Parts
 from tierkv.benchmarks.quant.quality import Judge, Loss
 from tierkv.benchmarks.quant.records import Record, Run, Timed, record
 from tierkv.benchmarks.report import load, machine
@@ -59,8 +60,10 @@ def plan(names: Sequence[str], count: int | None, data: Path | None, quick: bool
     return Plan(chosen, count or INPUTS, data=data)
 
 
-def run(plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, told: Told) -> list[Record]:
-    """A record a form."""
+def run(
+    plan: Plan, parts: Parts, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, told: Told
+) -> list[Record]:
+    """A record a form. Losses that `parts` holds are taken from there."""
     texts = read(REPORT, tokenizer, plan.data, plan.context, plan.inputs)
     others = read(
         CALIBRATION,
@@ -78,7 +81,7 @@ def run(plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     told(0, len(texts), "reading the calibration texts")
     seen = observe(model, geometry, others)
     found, skipped = forms.build(plan.names, seen)
-    losses = _quality(model, texts, found, told)
+    losses = _quality(model, texts, found, parts, told)
     told(len(texts), len(texts), "speed")
     here = _speeds(found, seen, config.num_attention_heads, plan.quick)
     layer = _gaussian(speed.EIGHT_B)
@@ -99,18 +102,22 @@ def run(plan: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _quality(
-    model: PreTrainedModel, texts: Sequence[Text], found: Sequence[Form], told: Told
+    model: PreTrainedModel, texts: Sequence[Text], found: Sequence[Form], parts: Parts, told: Told
 ) -> dict[str, list[Loss]]:
     """By form, then by text."""
-    losses: dict[str, list[Loss]] = {form.name: [] for form in found}
     listener = Listener(model)
     for done, text in enumerate(texts):
         told(done, len(texts), text.title)
+        known = parts.of(text)
+        missing = [form for form in found if form.name not in known]
+        if not missing:
+            continue
         exact = listener.run(text)
         judge = Judge(model, exact)
-        for form in found:
-            losses[form.name].append(judge.measure(through(form, exact.kv)))
-    return losses
+        for form in missing:
+            known[form.name] = judge.measure(through(form, exact.kv))
+        parts.keep()
+    return {form.name: [parts.of(text)[form.name] for text in texts] for form in found}
 
 
 def through(form: Form, kv: torch.Tensor) -> torch.Tensor:
