@@ -12,8 +12,8 @@ run in one forward over the exact K/V, and over what each form gives back:
 Each has a 95% interval (`_low`, `_high`) from inputs drawn anew. Inputs differ inside the span that is packed, and what
 a form is fitted on (`calibrate.py`) is other texts (`inputs.py`).
 
-**Speed.** GB/s of exact bytes on one thread, each sample beside a memcpy of the same bytes: float32 pages of this
-model, and bfloat16 pages of one layer of an 8B model.
+**Speed.** GB/s of exact bytes on one thread, each sample beside a memcpy of the same bytes: Gaussian K/V in float32
+pages of this model, and in bfloat16 pages of one layer of an 8B model.
 
 `out/quant.json` is a list of records, one a form: `codec`, `bits_per_value` (all metadata counted), `kl`, `top1`,
 `dnll`, `attn_error`, `encode_gbps`, `decode_gbps`, and
@@ -24,7 +24,7 @@ model, and bfloat16 pages of one layer of an 8B model.
 - `encode_memcpy`, `decode_memcpy`: median ratio to memcpy; `attention_ms` and `attention_exact_ms` a token at
   `attention_tokens` tokens in place, all layers, and `attention_ratio`: packed over exact (a form that attention cannot
   read in place has none of these, null)
-- `eight_b`: bits, speeds and ratios for pages of the 8B geometry
+- `eight_b`: bits, speeds and ratios for pages of the 8B geometry, null where they cannot be packed
 - `run`: what all records share: command, date, model, machine, `inputs`, `calibration`, `skipped`
 """
 

@@ -81,7 +81,7 @@ class Record(msgspec.Struct, frozen=True):
     attention_ratio: float | None
     attn_error_by_layer: list[float]
     kl_by_input: dict[str, float]
-    eight_b: EightB
+    eight_b: EightB | None
     run: Run
 
 
@@ -109,8 +109,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 
 def record(
-    name: str, peer: bool, note: str, losses: Sequence[Loss], baseline: Sequence[Loss], here: Timed, eight_b: Timed,
-    run: Run,
+    name: str, peer: bool, note: str, losses: Sequence[Loss], baseline: Sequence[Loss], here: Timed,
+    eight_b: Timed | None, run: Run,
 ) -> Record:  # fmt: skip
     """`losses` and `baseline` are by input, in the order of `run.inputs`."""
     kl, theirs = [loss.kl for loss in losses], [loss.kl for loss in baseline]
@@ -132,7 +132,7 @@ def record(
         "kl_wins": sum(a < b for a, b in zip(kl, theirs, strict=True)),
         "attn_error_by_layer": layers.mean(0).tolist(),
         "kl_by_input": dict(zip(run.inputs, kl, strict=True)),
-        "eight_b": _timed(eight_b),
+        "eight_b": _timed(eight_b) if eight_b else None,
         "run": run,
     }
     return msgspec.convert(figures | _timed(here), Record)

@@ -94,8 +94,8 @@ def run(
     )  # fmt: skip
     return [
         record(
-            one.name, one.peer, one.note, losses[one.name], losses[forms.BASELINE], here[one.name], eight_b[one.name],
-            shared,
+            one.name, one.peer, one.note, losses[one.name], losses[forms.BASELINE], here[one.name],
+            eight_b.get(one.name), shared,
         )
         for one in found
     ]  # fmt: skip

@@ -60,6 +60,9 @@ def _speed(records: Sequence[Record]) -> Table:
     for one in records:
         cells = []
         for part in (one, one.eight_b):
+            if part is None:
+                cells += [""] * 3
+                continue
             cells += [
                 f"{part.encode_gbps:.2f} ({part.encode_memcpy:.3f})",
                 f"{part.decode_gbps:.2f} ({part.decode_memcpy:.3f})",
