@@ -18,7 +18,7 @@ MOST_BITS = 9.0
 CHARACTER, LINE_HEIGHT = 6.2, 12.0
 """Points that a character of a label takes, and a label's height."""
 
-TICKS = (2, 2.5, 3, 4, 5, 6, 8)
+TICKS = (2, 2.25, 2.5, 2.75, 3, 3.5, 4, 5, 6, 8)
 DPI = 160
 
 
@@ -144,5 +144,5 @@ def _labels(axes: Axes, shown: Sequence[Record], left: bool) -> None:
             one.codec, (one.bits_per_value, one.kl), (8 * side, shift), textcoords="offset points",
             ha="right" if left else "left", va="top" if left else "center", fontsize=9.5, color=colour, zorder=4,
             weight="normal" if one.peer else "bold", path_effects=[withStroke(linewidth=2.5, foreground="white")],
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.4},
         )  # fmt: skip
