@@ -1,9 +1,9 @@
 """transformers' `QuantizedCache` with its two group-wise backends, hqq and quanto: 2 bits, groups of 64 (its default).
 
 Its layers do the work, as the cache makes them. `hqq` and `quanto` have the axes that its documentation advises, which
-for these heads group a token's channels. `-channel` are the axes nearest to KIVI's keys per channel: quanto groups 64 tokens
-of a channel, hqq 64 values that lie evenly through all heads and tokens, which are one channel's where heads times tokens is
-a multiple of 64, as here.
+for these heads group a token's channels. `-channel` are the axes nearest to KIVI's keys per channel: quanto groups 64
+tokens of a channel, hqq 64 values that lie evenly through all heads and tokens, which are one channel's where heads
+times tokens is a multiple of 64, as here.
 
 Of the exact tokens at the end the cache has its own (`residual_length`). It keeps no sinks; here they stay exact as for
 all forms. Scale and zero have the model's dtype: float32 for this one.
