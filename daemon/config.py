@@ -173,6 +173,9 @@ class DaemonConfig(BaseSettings):
     min_residency_steps: Annotated[int, Field(ge=0)] = 8
     """Decode steps that a promoted page stays at least."""
     max_moves_in_flight: Annotated[int, Field(ge=1)] = 32
+    measure_every: Annotated[int, Field(ge=0)] = 256
+    """Of so many pages that become low-bit, one is compared with its exact bytes (`tierkv_quantization_error_ratio`); 0
+    compares none. It costs what encoding two more pages does."""
     move_bandwidth: Size = 0
     """Bytes a second that moves may take from decoding; 0 is unbounded."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

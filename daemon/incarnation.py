@@ -86,7 +86,7 @@ class Incarnation:
             if removed:
                 log.info("removed what a dead owner left: %s", ", ".join(removed))
             self.epoch = statedir.next_epoch(config.state_dir)
-            self.metrics_ = Metrics(self.epoch, self._snapshot)
+            self.metrics_ = Metrics(self.epoch, self._snapshot, config.codec)
             self.service = Service(
                 self._service_config(), self._brain, self.metrics_, on_move=self.metrics_.moved
             )
@@ -191,6 +191,7 @@ class Incarnation:
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
             digest_layers=(config.digest_layers or ALL_LAYERS) if config.digest_share else 0,
+            measure_every=config.measure_every,
         )
 
     def _brain(self, sizes: ServiceConfig) -> BrainLike:

@@ -26,6 +26,7 @@ from tierkv.pool import KEY_MASK, checksum
 from tierkv.prefetch.digests import digest_shape
 from tierkv.prefetch.digests import write as write_digest
 from tierkv.quant.contract import Codec, NonFiniteValues
+from tierkv.quant.quality import ErrorRatios, error_ratios
 from tierkv.table import Kind
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class Mover:
 
     Args:
         post: gets every result; called from the mover's thread.
+        measure_every: of so many pages encoded, the first one is decoded again and compared with its exact bytes; 0
+            measures none.
     """
 
     def __init__(
@@ -62,11 +65,14 @@ class Mover:
         codec: Codec,
         post: Callable[[MoveDone | MoveFailed], None],
         on_move: OnMove | None = None,
+        measure_every: int = 0,
     ) -> None:
         self._pools = pools
         self._codec = codec
         self._post = post
         self._on_move = on_move
+        self._measure_every = measure_every
+        self._encoded = 0
         self._queue: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unfinished = 0
@@ -128,6 +134,9 @@ class Mover:
             state = self._codec.fit_state(geometry, [page], [1])
             packed = np.empty(self._codec.page_bytes(geometry), np.uint8)
             self._codec.encode(geometry, page, geometry.page_tokens, state, packed)
+            if self._measure_every:
+                self._codec.decode(geometry, packed, geometry.page_tokens, state, page)
+                error_ratios(geometry, page, page, geometry.page_tokens)
             shape = digest_shape(geometry, 0)
             write_digest(shape, page, geometry.page_tokens, np.empty(shape.nbytes, np.uint8))
 
@@ -206,7 +215,19 @@ class Mover:
         if not in_place:
             pool.write(move.dst, out)
         done = self._published(move.move, move.dst_pool, out, move.key)
+        done = done._replace(errors=self._measured(move, source, out, state))
         return done, move.src_pool, "quantized" if move.dst_pool == "hbm" else move.dst_pool, size
+
+    def _measured(
+        self, move: Quantize, exact: Bytes, packed: Bytes, state: NDArray[np.float32]
+    ) -> ErrorRatios | None:
+        """What the low-bit form loses of this page, if it is one of those that are measured."""
+        number, self._encoded = self._encoded, self._encoded + 1
+        if not self._measure_every or number % self._measure_every:
+            return None
+        decoded = np.empty(move.geometry.page_bytes, np.uint8)
+        self._codec.decode(move.geometry, packed, move.count, state, decoded)
+        return error_ratios(move.geometry, exact, decoded, move.count)
 
     def _summarize(self, move: Summarize) -> tuple[MoveDone, str, str, int]:
         geometry, low_bit = move.geometry, move.src_kind == Kind.QUANTIZED
