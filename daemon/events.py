@@ -213,7 +213,10 @@ class Summarize(NamedTuple):
 
 
 class FitCodec(NamedTuple):
-    """Fit the codec's per-model state from exact HBM pages and write it at `dst` in HBM."""
+    """Fit the codec's per-model state from exact HBM pages and write it at `dst` in HBM.
+
+    Pages that are not finite are left out; `MoveFailed` says `non-finite` when no page is left.
+    """
 
     move: int
     geometry: Geometry

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -253,7 +253,7 @@ class Mover:
     def _fit(self, move: FitCodec) -> tuple[MoveDone, str, str, int]:
         hbm = self._pool("hbm")
         pages = [hbm.read(offset, move.geometry.page_bytes) for offset in move.pages]
-        state = self._codec.fit_state(move.geometry, pages, move.counts)
+        state = self._fitted(move.geometry, pages, move.counts)
         floats = self._codec.state_floats(move.geometry)
         if state.dtype != np.float32 or state.size != floats:
             raise ValueError(
@@ -263,6 +263,23 @@ class Mover:
             raise NonFiniteValues("the codec's state is not finite")
         hbm.write(move.dst, np.ascontiguousarray(state).reshape(-1).view(np.uint8))
         return MoveDone(move.move), "hbm", "codec", 4 * floats
+
+    def _fitted(self, geometry: Geometry, pages: list[Bytes], counts: Sequence[int]) -> NDArray[np.float32]:
+        """The state from the pages that the codec takes. Raises `NonFiniteValues` when it takes none."""
+        try:
+            return self._codec.fit_state(geometry, pages, counts)
+        except NonFiniteValues:
+            sound = [pair for pair in zip(pages, counts, strict=True) if self._can_fit(geometry, *pair)]
+            if not sound:
+                raise
+            return self._codec.fit_state(geometry, [page for page, _ in sound], [count for _, count in sound])
+
+    def _can_fit(self, geometry: Geometry, page: Bytes, count: int) -> bool:
+        try:
+            self._codec.fit_state(geometry, [page], [count])
+        except NonFiniteValues:
+            return False
+        return True
 
     def _pool(self, name: str) -> BytePool:
         pool = self._pools.get(name)

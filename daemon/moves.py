@@ -452,15 +452,18 @@ class Moves:
         if move.act is Act.FIT:
             model = state.model_of(slot)
             model.fitting, model.fit_after = False, state.now + RETRY_SECONDS
+            if reason == "non-finite":  # none of them can be fitted from, nor encoded
+                pages.refused[[slot, *move.others]] = True
             state.forget_model(model)
         elif move.act is not Act.FORK:
             state.pool(move.pool).release(move.size_class, move.destination)
         if not pages.doomed[slot] and move.act not in (Act.FIT, Act.FORK):
             if reason == "non-finite":
-                pages.refused[slot] = True
+                pages.refused[slot] = True  # not tried again, so it need not rest: it may leave HBM at once
+            else:
+                pages.retry_at[slot] = state.now + RETRY_SECONDS
             if reason == "checksum" and pages.host[slot] != NOWHERE:  # two moves may have read it
                 self._lose_host_replica(slot)
-            pages.retry_at[slot] = state.now + RETRY_SECONDS
             if move.act is Act.DIGEST and pages.goal[slot] == Goal.HOST and pages.host[slot] != NOWHERE:
                 if not pages.moving[slot]:
                     self._switch(slot, Kind.NONE)  # without a digest; it is tried again later

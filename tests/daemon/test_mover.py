@@ -34,7 +34,10 @@ class Signs(Codec):
         return 1
 
     def fit_state(self, geometry: Geometry, pages, counts) -> Floats:
-        return np.array([np.mean([page.view(np.float32).mean() for page in pages])], np.float32)
+        mean = np.mean([page.view(np.float32).mean() for page in pages])
+        if not np.isfinite(mean):
+            raise NonFiniteValues("not finite")
+        return np.array([mean], np.float32)
 
     def encode(self, geometry: Geometry, exact: Bytes, count: int, state: Floats, out: Bytes) -> None:
         values = exact.view(np.float32)
@@ -140,6 +143,14 @@ def test_a_page_that_is_not_finite_is_refused(shell: Shell) -> None:
         1, "non-finite"
     )
     assert shell.run(FitCodec(2, GEOMETRY, (0,), (4,), 8192)) == MoveFailed(2, "non-finite")
+
+
+def test_a_codec_state_is_fitted_from_those_pages_that_are_finite(shell: Shell) -> None:
+    page(shell, 0)
+    shell.hbm.data[:4].view(np.float32)[0] = np.inf
+    sound = page(shell, 512).view(np.float32)
+    assert shell.run(FitCodec(1, GEOMETRY, (0, 512), (4, 4), 8192)) == MoveDone(1, 0)
+    assert shell.hbm.read(8192, 4).view(np.float32)[0] == pytest.approx(sound.mean(), abs=1e-6)
 
 
 class SignsReadBack(Signs):
