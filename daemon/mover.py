@@ -7,6 +7,7 @@ that belong to another page, are refused and never reach attention.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -128,14 +129,14 @@ class Mover:
         """
         scoring.warm_up()
         dtypes: tuple[DTypeName, ...] = ("bfloat16", "float16", "float32")
-        for dtype in dtypes:
+        for codec, dtype in itertools.product(self._codec.members(), dtypes):
             geometry = Geometry(1, 1, WARM_UP_HEAD_DIM, dtype)
             page = np.zeros(geometry.page_bytes, np.uint8)
-            state = self._codec.fit_state(geometry, [page], [1])
-            packed = np.empty(self._codec.page_bytes(geometry), np.uint8)
-            self._codec.encode(geometry, page, geometry.page_tokens, state, packed)
+            state = codec.fit_state(geometry, [page], [1])
+            packed = np.empty(codec.page_bytes(geometry), np.uint8)
+            codec.encode(geometry, page, geometry.page_tokens, state, packed)
             if self._measure_every:
-                self._codec.decode(geometry, packed, geometry.page_tokens, state, page)
+                codec.decode(geometry, packed, geometry.page_tokens, state, page)
                 error_ratios(geometry, page, page, geometry.page_tokens)
             shape = digest_shape(geometry, 0)
             write_digest(shape, page, geometry.page_tokens, np.empty(shape.nbytes, np.uint8))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,18 @@ from tierkv.geometry import Geometry
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+
+
+class LayerBlock(NamedTuple):
+    """`code`, `layer` and `num_layers` are arguments of the fused kernels. Their `page` starts `start` bytes into the
+    packed page, and their `state` is that slice of the codec's.
+    """
+
+    code: int
+    start: int
+    state: slice
+    layer: int
+    num_layers: int
 
 
 class Codec(ABC):
@@ -67,6 +79,19 @@ class Codec(ABC):
     @abstractmethod
     def reference_decode(self, geometry: Geometry, packed: Bytes, count: int, state: Floats) -> Floats:
         """`[layers, 2, kv_heads, page_tokens, head_dim]` float32, in plain torch."""
+
+    def kernel_code(self, geometry: Geometry) -> int:
+        """What the fused kernels want as `code`; other than `code` only where the format depends on the page dtype."""
+        return self.code
+
+    def layer_block(self, geometry: Geometry, layer: int) -> LayerBlock:
+        """Where the fused kernels find one layer of a packed page, and what they have to be told."""
+        code, floats = self.kernel_code(geometry), self.state_floats(geometry)
+        return LayerBlock(code, 0, slice(0, floats), layer, geometry.num_layers)
+
+    def members(self) -> tuple[Codec, ...]:
+        """The plain codecs it is made of."""
+        return (self,)
 
     def bits_per_value(self, geometry: Geometry) -> float:
         """Bits a value, all metadata of a full page counted."""

@@ -263,6 +263,15 @@ def test_a_codec_is_fitted_although_the_first_pages_are_not_finite() -> None:
     assert set(kinds(broken)) == {Kind.EXACT}
 
 
+def test_a_model_without_a_layer_that_the_codec_names_is_refused_and_others_are_served() -> None:
+    """`SMALL` has two layers, `LARGE` three."""
+    w = world(hbm_frames=20, host_frames=100, codec="k3v2,2=kivi2")
+    result = w.ask(events.Opened, "a", "model", SMALL, SessionOptions())
+    assert isinstance(result, Failure) and result.code == "config"
+    assert "names layer 2, and this model has 2" in result.message
+    assert w.open("a", LARGE, SessionOptions()) is not None
+
+
 def test_a_stopped_worker_keeps_every_byte_it_could_write() -> None:
     w = world(hbm_frames=8, host_frames=50)
     w.attach("b")
