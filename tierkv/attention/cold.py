@@ -141,7 +141,8 @@ def read(
         else scratch.floats("logits", len(choice.pages), q_heads, geometry.page_tokens)
     )
     read_in_place(
-        query, words_of(host), np.asarray(host.data), geometry.dtype == "bfloat16", host.codec.code, host.codec_state,
+        query, words_of(host), np.asarray(host.data), geometry.dtype == "bfloat16",
+        host.codec.kernel_code(geometry), host.codec_state,
         layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
         units.offsets, units.kinds, units.counts, choice.starts, *arrays, NO_PAGES, logits,
         scratch.floats("part", group, dim), scratch.floats("part_log", group), out, log_sum_exp,
@@ -164,7 +165,8 @@ def audit(
     host, geometry = kernel_view(cold.host), cold.host.geometry
     blocks, weights, low_query, low_bias, *_ = arrays
     audit_pages(
-        query, words_of(host), np.asarray(host.data), geometry.dtype == "bfloat16", host.codec.code, host.codec_state,
+        query, words_of(host), np.asarray(host.data), geometry.dtype == "bfloat16",
+        host.codec.kernel_code(geometry), host.codec_state,
         layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
         cold.pages.offsets, cold.pages.kinds, cold.pages.counts, cold.pages.row_starts,
         blocks, weights, low_query, low_bias,

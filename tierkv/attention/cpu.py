@@ -113,7 +113,8 @@ class CpuAttention:
         log_sum_exp = np.empty((rows, q_heads), np.float32)
         decode_kernel(
             _floats(query), words_of(pool), np.asarray(pool.data), geometry.dtype == "bfloat16",
-            pool.codec.code, pool.codec_state, layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
+            pool.codec.kernel_code(geometry), pool.codec_state,
+            layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
             pages.offsets, pages.kinds, pages.counts, pages.row_starts,
             *scratch.arrays, page_tops, page_totals, logits, out, log_sum_exp,
         )  # fmt: skip
@@ -186,7 +187,8 @@ class CpuAttention:
             keys = np.empty((geometry.num_kv_heads, total, geometry.head_dim), np.float32)
             values = np.empty_like(keys)
             read_block(
-                words_of(pool), np.asarray(pool.data), geometry.dtype == "bfloat16", pool.codec.code, pool.codec_state,
+                words_of(pool), np.asarray(pool.data), geometry.dtype == "bfloat16",
+                pool.codec.kernel_code(geometry), pool.codec_state,
                 layer, geometry.num_layers, geometry.num_kv_heads, geometry.page_tokens,
                 pages.offsets[part], pages.kinds[part], counts, places, thread_count(), keys, values,
             )  # fmt: skip
