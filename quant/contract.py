@@ -2,8 +2,8 @@
 
 A codec turns the exact bytes of one page, `[layers, 2, kv_heads, page_tokens, head_dim]` in the geometry's dtype, into
 `page_bytes(geometry)` packed bytes and back. It is a pure function of its arguments: no clock, no global, no thread.
-It may need a small float32 state per model (k3v2: the mean key of each layer and head), fitted once from exact pages
-and then frozen, which pages of all sessions of the model share.
+It may need a small float32 state per model (the rotated family: the mean key of each layer and head), fitted once from
+exact pages and then frozen, which pages of all sessions of the model share.
 
 Every codec exists twice: a readable torch reference (`reference_encode`, `reference_decode`) and numba kernels
 (`encode`, `decode`), which agree bit for bit on packed bytes, and to the rounding of float32 on decoded values.
@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 
 Bytes = NDArray[np.uint8]
@@ -96,6 +97,19 @@ class Codec(ABC):
     def bits_per_value(self, geometry: Geometry) -> float:
         """Bits a value, all metadata of a full page counted."""
         return self.page_bytes(geometry) * 8 / geometry.values
+
+    def _packed(self, geometry: Geometry, buffer: Bytes) -> Bytes:
+        """The page at the start of a buffer.
+
+        Raises:
+            ConfigError: the buffer is too short.
+        """
+        size = self.page_bytes(geometry)
+        if buffer.size < size:
+            raise ConfigError(
+                f"a {self.name} page of this geometry takes {size} bytes, and the buffer has {buffer.size}"
+            )
+        return buffer[:size]
 
 
 class NonFiniteValues(ValueError):

@@ -127,3 +127,18 @@ def test_a_buffer_that_is_too_short_is_refused() -> None:
         codec.decode(
             FOUR, np.zeros(100, np.uint8), 16, gaussian_state(384), np.zeros(FOUR.page_bytes, np.uint8)
         )
+
+
+def test_an_exact_layer_is_there_byte_for_byte_in_a_low_bit_page(geometry: Geometry) -> None:
+    page, codec = gaussian_page(geometry), get("k3v2,2=exact")
+    state = gaussian_state(codec.state_floats(geometry))
+    packed, decoded = np.empty(codec.page_bytes(geometry), np.uint8), np.empty(geometry.page_bytes, np.uint8)
+    codec.encode(geometry, page, 16, state, packed)
+    codec.decode(geometry, packed, 16, state, decoded)
+    size = geometry.page_bytes // 4
+    exact = page[2 * size : 3 * size]
+    start = codec.layer_block(geometry, 2).start
+    assert start == 2 * K3V2_BLOCK
+    assert np.array_equal(packed[start : start + size], exact)
+    assert np.array_equal(decoded[2 * size : 3 * size], exact)
+    assert not np.array_equal(decoded[:size], page[:size])
