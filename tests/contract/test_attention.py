@@ -25,6 +25,8 @@ from tierkv.table import Kind
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 SHAPES = [("k3v2", 64), ("k3v2", 80), ("k3v2", 128), ("kivi2", 64), ("kivi2", 96), ("kivi2", 128)]
+LAYERED = ["k3v2,0=kivi2", "k3v2,-1=kivi2", "k3v2,0=exact", "rotated2,0=nf4,1=int8"]
+SHAPES += [(name, 64) for name in LAYERED]  # codecs of their own for the two layers
 MASS_CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 

@@ -79,7 +79,7 @@ class TestEveryAttentionOverColdPages:
         both = make_both(chunk, (pages,), (cold_pages,), read=2, dtype=dtype)
         check_prefill(implementation, both, chunk, window=4)
 
-    @pytest.mark.parametrize("codec_name", quant.NAMES)
+    @pytest.mark.parametrize("codec_name", [*quant.NAMES, "kivi2,0=k3v2"])
     def test_a_chunk_reads_packed_cold_pages(self, implementation: PagedAttention, codec_name: str) -> None:
         both = make_both(7, (3,), (9,), read=2, low=1.0, kv_heads=2, head_dim=128, codec_name=codec_name)
         check_prefill(implementation, both, 6, window=9)

@@ -30,10 +30,12 @@ def test_products_in_place_equal_those_with_the_decoded_page(
     weights = rng.random((groups, tokens)).astype(np.float32)
     prepared, bias = np.empty_like(query), np.empty(groups, np.float32)
     logits, sums, out = np.empty((groups, tokens), np.float32), np.zeros_like(query), np.zeros_like(query)
-    fused.prepare_query(codec.code, query, layer, head, *shape, state, prepared, bias)
-    fused.page_logits(codec.code, pool[64 + 13 :], layer, head, *shape, count, prepared, bias, logits)
-    fused.page_values(codec.code, pool[64 + 13 :], layer, head, *shape, count, weights, sums)
-    fused.finish_values(codec.code, sums, layer, head, *shape, out)
+    fused.prepare_query(codec.kernel_code(geometry), query, layer, head, *shape, state, prepared, bias)
+    fused.page_logits(
+        codec.kernel_code(geometry), pool[64 + 13 :], layer, head, *shape, count, prepared, bias, logits
+    )
+    fused.page_values(codec.kernel_code(geometry), pool[64 + 13 :], layer, head, *shape, count, weights, sums)
+    fused.finish_values(codec.kernel_code(geometry), sums, layer, head, *shape, out)
     np.testing.assert_allclose(
         logits[:, :count], query @ exact[layer, 0, head, :count].T, rtol=1e-4, atol=2e-4
     )
@@ -49,9 +51,9 @@ def test_sums_of_several_pages_add_up(name: str) -> None:
     for seed in range(3):
         page = np.empty(codec.page_bytes(geometry), np.uint8)
         codec.encode(geometry, gaussian_page(geometry, seed), 16, state, page)
-        fused.page_values(codec.code, page, 0, 0, *shape, 16, weights, sums)
+        fused.page_values(codec.kernel_code(geometry), page, 0, 0, *shape, 16, weights, sums)
         expected += 0.5 * codec.reference_decode(geometry, page, 16, state)[0, 1, 0].sum(0)
-    fused.finish_values(codec.code, sums, 0, 0, *shape, out)
+    fused.finish_values(codec.kernel_code(geometry), sums, 0, 0, *shape, out)
     np.testing.assert_allclose(out, np.stack([expected, expected]), rtol=1e-4, atol=2e-4)
 
 
