@@ -12,4 +12,5 @@ KIVI2: Final = 2
 ROTATED2: Final = 3
 INT8: Final = 4
 NF4: Final = 5
+KLT2: Final = 6
 EXACT: Final = 16

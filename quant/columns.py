@@ -32,12 +32,12 @@ from tierkv.quant.tiles import (
 )
 
 _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
-_BYTES, _WORDS, _FLOATS = (ir.VectorType(scalar, LANES) for scalar in (_I8, _I32, _F32))
+_BYTES, WORDS, FLOATS = (ir.VectorType(scalar, LANES) for scalar in (_I8, _I32, _F32))
 _HALF = ir.VectorType(_F32, TERMS)
 
 
-def _all(value: float) -> ir.Constant:
-    return ir.Constant(_FLOATS, [float(np.float32(value))] * LANES)
+def every_lane(value: float) -> ir.Constant:
+    return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
 
 
 def _shuffle(builder: Any, a: Any, b: Any, indices: list[int]) -> Any:
@@ -59,7 +59,7 @@ def _transpose(builder: Any, vectors: list[Any]) -> list[Any]:
     return vectors
 
 
-class _Emitter:
+class Emitter:
     """What the intrinsics below need of a function that is being built: arguments, and vectors in flat arrays."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
@@ -103,7 +103,7 @@ class _Emitter:
         self.builder.store(self.builder.trunc(words, _BYTES), place, align=1)
 
 
-def _step(kinds: str, emit: Callable[[_Emitter], None], *given: Any) -> Any:
+def step_of(kinds: str, emit: Callable[[Emitter], None], *given: Any) -> Any:
     """What an intrinsic without result returns. `kinds` has a letter an argument: floats, bytes, index, scalar."""
     arrays, scalars = {"f": types.float32, "b": types.uint8}, {"i": types.intp, "s": types.float32}
     if not all(
@@ -112,7 +112,7 @@ def _step(kinds: str, emit: Callable[[_Emitter], None], *given: Any) -> Any:
         return None
 
     def emit_all(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit(_Emitter(context, builder, signature, args))
+        emit(Emitter(context, builder, signature, args))
         return context.get_dummy_value()
 
     return types.void(*(scalars.get(kind, one) for kind, one in zip(kinds, given, strict=True))), emit_all
@@ -124,7 +124,7 @@ def rows_to_columns(
 ) -> Any:  # fmt: skip
     """Channels `channel .. channel + 7` of 16 tokens, `stride` floats apart, times their `factors`, into columns."""
 
-    def emit(at: _Emitter) -> None:
+    def emit(at: Emitter) -> None:
         builder, channel = at.builder, at.args[2]
         vectors = []
         for token in range(TERMS):
@@ -133,7 +133,7 @@ def rows_to_columns(
         for offset, vector in enumerate(_transpose(builder, vectors)):
             at.store(4, channel, offset, builder.fmul(vector, at.single(3, channel, offset)))
 
-    return _step("fiiff", emit, rows, stride, channel, factors, columns)
+    return step_of("fiiff", emit, rows, stride, channel, factors, columns)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -142,7 +142,7 @@ def columns_to_rows(
 ) -> Any:  # fmt: skip
     """Eight columns, times the sign of the channel and the gain of the token, plus the channel's center, into rows."""
 
-    def emit(at: _Emitter) -> None:
+    def emit(at: Emitter) -> None:
         builder, channel, gains = at.builder, at.args[1], at.lanes(3)
         vectors = []
         for offset in range(TERMS):
@@ -154,14 +154,14 @@ def columns_to_rows(
                 lanes = list(range(half * TERMS, (half + 1) * TERMS))
                 builder.store(_shuffle(builder, vector, vector, lanes), place, align=4)
 
-    return _step("fiffffi", emit, columns, channel, signs, gains, centers, rows, stride)
+    return step_of("fiffffi", emit, columns, channel, signs, gains, centers, rows, stride)
 
 
 def _butterfly(radix: int) -> Any:
     """An intrinsic for the Hadamard butterflies of `radix` columns."""
 
     def typer(typingctx: Any, columns: Any, first: Any, stride: Any, factor: Any) -> Any:
-        def emit(at: _Emitter) -> None:
+        def emit(at: Emitter) -> None:
             builder = at.builder
             rows = [
                 builder.add(at.args[1], builder.mul(at.args[2], ir.Constant(at.intp, i)))
@@ -179,7 +179,7 @@ def _butterfly(radix: int) -> Any:
             for row, vector in zip(rows, vectors, strict=True):
                 at.store(0, row, 0, builder.fmul(vector, scale))
 
-        return _step("fiis", emit, columns, first, stride, factor)
+        return step_of("fiis", emit, columns, first, stride, factor)
 
     typer.__name__ = typer.__qualname__ = f"butterfly_{radix}"
     typer.__doc__ = (
@@ -195,44 +195,44 @@ butterfly_2, butterfly_4, butterfly_8 = _butterfly(2), _butterfly(4), _butterfly
 def add_squares(typingctx: Any, columns: Any, first: Any, sums: Any) -> Any:
     """`sums[lane] += columns[row, lane] ** 2` for the eight rows from `first`, in order."""
 
-    def emit(at: _Emitter) -> None:
+    def emit(at: Emitter) -> None:
         total = at.lanes(2)
         for offset in range(TERMS):
             x = at.load(0, at.args[1], offset)
             total = at.builder.fadd(total, at.builder.fmul(x, x))
         store_floats(at.builder, at.place(2, ir.Constant(at.intp, 0)), total)
 
-    return _step("fif", emit, columns, first, sums)
+    return step_of("fif", emit, columns, first, sums)
 
 
-def _magnitude(builder: Any, x: Any) -> Any:
-    bits = builder.and_(builder.bitcast(x, _WORDS), all_lanes(_WORDS, 0x7FFFFFFF))
-    return builder.bitcast(bits, _FLOATS)
+def magnitude(builder: Any, x: Any) -> Any:
+    bits = builder.and_(builder.bitcast(x, WORDS), all_lanes(WORDS, 0x7FFFFFFF))
+    return builder.bitcast(bits, FLOATS)
 
 
 def _bounds(builder: Any, boundaries: NDArray[np.float32], gains: Any) -> list[Any]:
-    return [builder.fmul(_all(bound), gains) for bound in boundaries]
+    return [builder.fmul(every_lane(bound), gains) for bound in boundaries]
 
 
 def _fitter(name: str, levels: NDArray[np.float32], boundaries: NDArray[np.float32]) -> Any:
     """An intrinsic that adds up what the least-squares gain of a code is made of."""
 
     def typer(typingctx: Any, columns: Any, first: Any, gains: Any, along: Any, energy: Any) -> Any:
-        def emit(at: _Emitter) -> None:
+        def emit(at: Emitter) -> None:
             builder = at.builder
             sums = [at.lanes(3), at.lanes(4)]
             bounds = _bounds(builder, boundaries, at.lanes(2))
             for offset in range(TERMS):
-                size = _magnitude(builder, at.load(0, at.args[1], offset))
-                level = _all(levels[0])
+                size = magnitude(builder, at.load(0, at.args[1], offset))
+                level = every_lane(levels[0])
                 for bound, higher in zip(bounds, levels[1:], strict=True):
-                    level = builder.select(builder.fcmp_ordered(">", size, bound), _all(higher), level)
+                    level = builder.select(builder.fcmp_ordered(">", size, bound), every_lane(higher), level)
                 sums[0] = builder.fadd(sums[0], builder.fmul(size, level))
                 sums[1] = builder.fadd(sums[1], builder.fmul(level, level))
             for array, total in zip((3, 4), sums, strict=True):
                 store_floats(builder, at.place(array, ir.Constant(at.intp, 0)), total)
 
-        return _step("fifff", emit, columns, first, gains, along, energy)
+        return step_of("fifff", emit, columns, first, gains, along, energy)
 
     typer.__name__ = typer.__qualname__ = name
     typer.__doc__ = (
@@ -246,21 +246,21 @@ add_fit_4 = _fitter("add_fit_4", LEVELS_4, BOUNDARIES_4)
 add_fit_8 = _fitter("add_fit_8", LEVELS_8, BOUNDARIES_8)
 
 
-def _codes(at: _Emitter, bounds: list[Any], live: Any, x: Any) -> tuple[Any, Any]:
+def _codes(at: Emitter, bounds: list[Any], live: Any, x: Any) -> tuple[Any, Any]:
     """Magnitude index and sign of each entry, both 0 in lanes that are not `live`."""
-    builder, nothing = at.builder, all_lanes(_WORDS, 0)
-    size, index = _magnitude(builder, x), nothing
+    builder, nothing = at.builder, all_lanes(WORDS, 0)
+    size, index = magnitude(builder, x), nothing
     for bound in bounds:
-        index = builder.add(index, builder.zext(builder.fcmp_ordered(">", size, bound), _WORDS))
-    negative = builder.zext(builder.fcmp_ordered("<", x, _all(0.0)), _WORDS)
+        index = builder.add(index, builder.zext(builder.fcmp_ordered(">", size, bound), WORDS))
+    negative = builder.zext(builder.fcmp_ordered("<", x, every_lane(0.0)), WORDS)
     return builder.select(live, index, nothing), builder.select(live, negative, nothing)
 
 
-def _gathered(at: _Emitter, parts: list[Any], bits: int) -> Any:
+def _gathered(at: Emitter, parts: list[Any], bits: int) -> Any:
     """Small integers side by side, the first lowest."""
     total = parts[0]
     for index, part in enumerate(parts[1:], 1):
-        total = at.builder.or_(total, at.builder.shl(part, all_lanes(_WORDS, bits * index)))
+        total = at.builder.or_(total, at.builder.shl(part, all_lanes(WORDS, bits * index)))
     return total
 
 
@@ -270,16 +270,16 @@ def pack_levels_8(
 ) -> Any:  # fmt: skip
     """Eight rows as k3v2's key bytes: what `unpack_levels_8` reads. A lane whose gain is 0 gives zeros."""
 
-    def emit(at: _Emitter) -> None:
+    def emit(at: Emitter) -> None:
         gains = at.lanes(2)
-        live = at.builder.fcmp_ordered(">", gains, _all(0.0))
+        live = at.builder.fcmp_ordered(">", gains, every_lane(0.0))
         bounds = _bounds(at.builder, BOUNDARIES_8, gains)
         codes = [_codes(at, bounds, live, at.load(0, at.args[1], offset)) for offset in range(TERMS)]
         at.store_bytes(3, at.args[4], _gathered(at, [index for index, _ in codes[:4]], 2))
         at.store_bytes(3, at.args[5], _gathered(at, [index for index, _ in codes[4:]], 2))
         at.store_bytes(3, at.args[6], _gathered(at, [negative for _, negative in codes], 1))
 
-    return _step("fifbiii", emit, columns, first, gains, data, low, high, signs)
+    return step_of("fifbiii", emit, columns, first, gains, data, low, high, signs)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -288,15 +288,15 @@ def pack_levels_4(
 ) -> Any:  # fmt: skip
     """Rows `first + k * step`, k < 4, as the 16 bytes that `unpack_levels_4` reads. A lane whose gain is 0 gives 0."""
 
-    def emit(at: _Emitter) -> None:
+    def emit(at: Emitter) -> None:
         builder, gains = at.builder, at.lanes(3)
-        live = builder.fcmp_ordered(">", gains, _all(0.0))
+        live = builder.fcmp_ordered(">", gains, every_lane(0.0))
         bounds = _bounds(builder, BOUNDARIES_4, gains)
         parts = []
         for part in range(4):
             row = builder.add(at.args[1], builder.mul(at.args[2], ir.Constant(at.intp, part)))
             index, negative = _codes(at, bounds, live, at.load(0, row))
-            parts.append(builder.or_(index, builder.shl(negative, all_lanes(_WORDS, 1))))
+            parts.append(builder.or_(index, builder.shl(negative, all_lanes(WORDS, 1))))
         at.store_bytes(4, at.args[5], _gathered(at, parts, 2))
 
-    return _step("fiifbi", emit, columns, first, step, gains, data, offset)
+    return step_of("fiifbi", emit, columns, first, step, gains, data, offset)

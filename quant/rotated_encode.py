@@ -31,8 +31,8 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 _ZERO = np.float32(0)
-_INFINITY_BITS = np.uint32(0x7F800000)
-_LARGEST_F32 = np.float32(np.finfo(np.float32).max)
+INFINITY_BITS = np.uint32(0x7F800000)
+LARGEST_F32 = np.float32(np.finfo(np.float32).max)
 
 MAX_EXPONENT = 126
 """Blocks are scaled by a power of two within 2**-126..2**126, which are all normal numbers."""
@@ -50,14 +50,14 @@ def add_keys(words: Words, kind: int, count: int, total: NDArray[np.float64]) ->
 
 
 @kernel()
-def _power_of_two(exponent: int) -> np.float32:
+def power_of_two(exponent: int) -> np.float32:
     """2**exponent for -126 <= exponent <= 126."""
     power: np.float32 = float_of(np.uint32((exponent + 127) << 23))
     return power
 
 
 @kernel()
-def _load_rows(words: Words, is_bfloat16: bool, count: int, mean: Floats, rows: Floats) -> np.uint32:
+def load_rows(words: Words, is_bfloat16: bool, count: int, mean: Floats, rows: Floats) -> np.uint32:
     """`rows` gets the first `count` tokens of `words` `[page_tokens, head_dim]` minus `mean`; the largest |bits|."""
     head_dim = mean.shape[0]
     largest = np.uint32(0)
@@ -71,7 +71,7 @@ def _load_rows(words: Words, is_bfloat16: bool, count: int, mean: Floats, rows: 
 
 
 @kernel()
-def _gain_code(fraction: np.float32) -> int:
+def gain_code(fraction: np.float32) -> int:
     """How many of the 255 descending GAIN_FLOORS lie above `fraction`."""
     above = 0
     step = 128
@@ -164,13 +164,13 @@ def encode_page(words: Words, kind: int, count: int, mean: Floats, key_bits: int
         for side in range(2):
             for head in range(heads):
                 center = mean[layer, head] if side == 0 else no_mean
-                largest = _load_rows(words[layer, side, head], is_bfloat16, count, center, rows)
-                if largest >= _INFINITY_BITS:
+                largest = load_rows(words[layer, side, head], is_bfloat16, count, center, rows)
+                if largest >= INFINITY_BITS:
                     return False
                 # The largest magnitude comes to lie in [1, 2) (or [1, 4) at the top of the range): no square overflows.
                 exponent = min(max(int(largest >> np.uint32(23)) - 127, -MAX_EXPONENT), MAX_EXPONENT)
                 for channel in range(head_dim):
-                    factors[channel] = sign[channel] * _power_of_two(-exponent)
+                    factors[channel] = sign[channel] * power_of_two(-exponent)
                 top = _ZERO
                 for tile in range(tiles):
                     x = columns[tile * size : (tile + 1) * size]
@@ -189,7 +189,7 @@ def encode_page(words: Words, kind: int, count: int, mean: Floats, key_bits: int
                     for lane in range(LANES):
                         code = NO_GAIN
                         if first + lane < count:
-                            code = _gain_code(gains[tile, lane] / top) if top > _ZERO else NO_GAIN
+                            code = gain_code(gains[tile, lane] / top) if top > _ZERO else NO_GAIN
                             block[first + lane] = code
                         gains[tile, lane] = top * GAINS[code]
                     x = columns[tile * size : (tile + 1) * size]
@@ -197,6 +197,6 @@ def encode_page(words: Words, kind: int, count: int, mean: Floats, key_bits: int
                         _pack_keys(x, head_dim, key_bits, gains[tile], tokens, first, block, padded)
                     else:
                         _pack_values(x, head_dim, gains[tile], tokens, first, block, by_byte)
-                largest_gain = min(top * _power_of_two(exponent), _LARGEST_F32)
+                largest_gain = min(top * power_of_two(exponent), LARGEST_F32)
                 store_float(packed, scale_offset(layer, side, head, heads), largest_gain)
     return True

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.quant.pages import exact_page, gaussian_page, gaussian_state, page_values
+from tests.quant.pages import example_state, exact_page, gaussian_page, page_values
 from tierkv.errors import ConfigError
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.quant import NAMES, NonFiniteValues, by_code, fused, get
@@ -21,8 +21,8 @@ from tierkv.quant.lloyd import DISTORTION_4
 
 LAYERS, HEADS, TOKENS = 2, 3, 16
 HEAD_DIMS = (64, 80, 96, 128, 256)
-REFUSED_HEAD_DIM = {"k3v2": 68, "rotated2": 68, "kivi2": 72, "nf4": 33}
-ROTATED = ("k3v2", "rotated2")
+REFUSED_HEAD_DIM = {"k3v2": 68, "rotated2": 68, "klt2": 72, "kivi2": 72, "nf4": 33}
+ROTATED = ("k3v2", "rotated2", "klt2")
 DTYPES = ("float32", "float16", "bfloat16")
 # float32 and bfloat16 reach 1e30; for float16 the ends of its normal range.
 EXTREMES = {"float32": (1e-30, 1e30), "bfloat16": (1e-30, 1e30), "float16": (2e-3, 1e4)}
@@ -34,6 +34,7 @@ def expected_page_bytes(name: str, dim: int, item_bytes: int) -> int:
         # float32 gain + 16 gain bytes + 16 tokens of 3 (or 2) bits, and of 2 bits
         "k3v2": (4 + 16 + 16 * dim * 3 // 8) + (4 + 16 + 16 * dim * 2 // 8),
         "rotated2": 2 * (4 + 16 + 16 * dim * 2 // 8),
+        "klt2": 2 * (4 + 16 + 16 * dim * 2 // 8),  # whoever gets the bits, they are two a value
         # scale and zero byte a channel + 2 bits a key; scale and zero byte for 32 channels of a token + 2 bits a value
         "kivi2": (2 * dim + 16 * dim // 4) + (2 * 16 * -(-dim // 32) + 16 * dim // 4),
         # one float32 for 64 values + 8 (or 4) bits each
@@ -68,7 +69,8 @@ def decode(
 
 
 def zeros_state(codec: Codec, geometry: Geometry) -> NDArray[np.float32]:
-    return np.zeros(codec.state_floats(geometry), np.float32)
+    """Fitted to nothing: no mean."""
+    return codec.fit_state(geometry, [], [])
 
 
 def error_ratio(decoded: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
@@ -101,7 +103,7 @@ class Example(NamedTuple):
 @lru_cache(maxsize=1)  # a case's tests follow each other
 def example(name: str, dtype: DTypeName, dim: int, count: int) -> Example:
     codec, geometry = get(name), Geometry(LAYERS, HEADS, dim, dtype, TOKENS)
-    page, state = gaussian_page(geometry, seed=dim + count), gaussian_state(codec.state_floats(geometry))
+    page, state = gaussian_page(geometry, seed=dim + count), example_state(codec, geometry)
     packed = encode(codec, geometry, page, count, state)
     found = Example(
         codec, geometry, page, state, packed,
@@ -162,9 +164,9 @@ class TestEveryShape:
             logits = np.full((3, TOKENS), np.nan, np.float32)
             sums, out = np.zeros_like(query), np.ones_like(query)
             fused.prepare_query(code, query, layer, head, *shape, self.state, prepared, bias)
-            fused.page_logits(code, self.packed, layer, head, *shape, count, prepared, bias, logits)
-            fused.page_values(code, self.packed, layer, head, *shape, count, weights, sums)
-            fused.finish_values(code, sums, layer, head, *shape, out)
+            fused.page_logits(code, self.packed, layer, head, *shape, count, self.state, prepared, bias, logits)
+            fused.page_values(code, self.packed, layer, head, *shape, count, self.state, weights, sums)
+            fused.finish_values(code, sums, layer, head, *shape, self.state, out)
             keys, values = exact[layer, 0, head, :count], exact[layer, 1, head, :count]
             np.testing.assert_allclose(logits[:, :count], query @ keys.T, rtol=1e-4, atol=2e-4)
             np.testing.assert_allclose(out, 1 + weights[:, :count] @ values, rtol=1e-4, atol=2e-4)
@@ -174,7 +176,7 @@ class TestEveryShape:
 class TestEveryCodec:
     def test_encoding_twice_gives_the_same_bytes(self, codec: Codec) -> None:
         geometry = Geometry(LAYERS, HEADS, 64, "bfloat16")
-        page, state = gaussian_page(geometry), gaussian_state(codec.state_floats(geometry))
+        page, state = gaussian_page(geometry), example_state(codec, geometry)
         first = encode(codec, geometry, page, 16, state)
         np.testing.assert_array_equal(first, encode(codec, geometry, page, 16, state))
 
