@@ -9,6 +9,7 @@ Raises:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,12 @@ except ImportError as error:
 
 
 def kernel(function: Callable[..., object]) -> Any:
-    """Compile a function for the device when it is first launched with its types and constants."""
-    return triton.jit(function)
+    """Compile a function for the device when it is first launched with its types and constants.
+
+    Every `layer` gets the same code, where triton would compile anew for 0, 1 and multiples of 16.
+    """
+    varying = [name for name in ("layer",) if name in inspect.signature(function).parameters]
+    return triton.jit(function, do_not_specialize=varying)
 
 
 def interpreting() -> bool:
