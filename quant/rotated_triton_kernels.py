@@ -23,6 +23,7 @@ _STEPS = tl.constexpr(GAIN_STEPS)
 _NO_GAIN = tl.constexpr(NO_GAIN)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
+_SIGN_BIT = tl.constexpr(-0x80000000)
 _TF32_BITS = tl.constexpr(-0x2000)  # all but the low 13 bits of a float32
 _LARGEST_F32 = tl.constexpr(3.4028234663852886e38)
 _LEAST_FRACTION = tl.constexpr(2.0**-32)  # far below the least gain
@@ -30,19 +31,27 @@ ALIGNMENT = tl.constexpr(64)
 
 
 @kernel
-def level_8(index: tl.tensor) -> tl.tensor:
-    """Level of a 3-bit code's magnitude index."""
-    return tl.where(index >= 2, tl.where(index == 3, _K4, _K3), tl.where(index == 1, _K2, _K1))
+def _with_sign(level: tl.tensor, code: tl.tensor, BIT: tl.constexpr) -> tl.tensor:
+    """Levels, negated where bit BIT of `code` is set."""
+    sign = (code << (31 - BIT)) & _SIGN_BIT
+    return (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @kernel
-def level_4(index: tl.tensor) -> tl.tensor:
-    return tl.where(index == 1, _V2, _V1)
+def level_8(code: tl.tensor, octet: tl.tensor, LOW: tl.constexpr, SIGN: tl.constexpr) -> tl.tensor:
+    """Levels of 3-bit codes: bits LOW and LOW + 1 of `code` index the magnitude, bit SIGN of `octet` is the sign.
+
+    Tests of single bits and choices take one instruction each; attention over packed pages is mostly this.
+    """
+    odd = (code & (1 << LOW)) != 0
+    level = tl.where((code & (2 << LOW)) != 0, tl.where(odd, _K4, _K3), tl.where(odd, _K2, _K1))
+    return _with_sign(level, octet, SIGN)
 
 
 @kernel
-def signed(level: tl.tensor, negative: tl.tensor) -> tl.tensor:
-    return tl.where(negative != 0, -level, level)
+def level_4(code: tl.tensor, LOW: tl.constexpr) -> tl.tensor:
+    """Levels of 2-bit codes: bit LOW of `code` is the magnitude index, bit LOW + 1 the sign."""
+    return _with_sign(tl.where((code & (1 << LOW)) != 0, _V2, _V1), code, LOW + 1)
 
 
 @kernel
@@ -104,8 +113,8 @@ def _magnitudes(size: tl.tensor, gain: tl.tensor, BITS: tl.constexpr) -> tl.tens
 @kernel
 def _level(index: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
     if BITS == 3:
-        return level_8(index)
-    return level_4(index)
+        return level_8(index, 0 * index, 0, 0)
+    return level_4(index, 0)
 
 
 @kernel
@@ -220,9 +229,9 @@ def _unpacked(
     if SIDE == 0 and KEY_BITS == 3:
         place = (block + TOKENS + TOKENS * (DIM // 4) + token)[:, None] + (channel // 8 * TOKENS)[None, :]
         negative = tl.load(place, mask=inside, other=0).to(tl.int32) >> (channel % 8)[None, :] & 1
-        level = signed(level_8(code & 3), negative)
+        level = level_8(code, negative, 0, 0)
     else:
-        level = signed(level_4(code & 1), code & 2)
+        level = level_4(code, 0)
     return tl.where(valid[None, :], level, 0.0)
 
 

@@ -39,10 +39,10 @@ for side in (0, 1):
     tile = dict(page, SIDE=side, KEY_BITS=3, ITEM=2, GROUP=4, CHUNK=32)
     check(pages.encode_side, 4, **tile, QUARTER=DIM // 4)
     check(pages.decode_side, 4, **tile, WIDTH=DIM)
-tile = dict(HEADS=8, SHARE=4, TOKENS=16, DIM=DIM, ROWS=16, PAGES=4)
-check(attention.attend_exact, 4, **tile, MASS=True, OPERAND=tl.bfloat16, ITEM=2, WIDTH=DIM)
+tile = dict(HEADS=8, SHARE=4, TOKENS=16, DIM=DIM, PAGES=4)
+check(attention.attend_exact, 4, **tile, ROWS=16, MASS=True, OPERAND=tl.bfloat16, ITEM=2, WIDTH=DIM)
 for key_bits in (2, 3):
-    check(attention.attend_packed, 4, **tile, MASS=False, LAYERS=32, QUARTER=DIM // 4, KEY_BITS=key_bits)
+    check(attention.attend_packed, 2, **tile, ROWS=8, MASS=False, LAYERS=32, QUARTER=DIM // 4, KEY_BITS=key_bits)
 check(attention.rotate_queries, 4, HEADS=8, SHARE=4, DIM=DIM, WIDTH=DIM, SLICE=32)
 check(attention.merge_items, 4, QUERY_HEADS=32, DIM=DIM, WIDTH=DIM, SLICE=32, BLOCK=16)
 print("compiled")

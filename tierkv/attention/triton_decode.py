@@ -123,14 +123,14 @@ def decode(
     slice_width = min(width, SLICE)
     common = {
         "HEADS": heads, "SHARE": share, "TOKENS": geometry.page_tokens, "DIM": dim, "MASS": mass,
-        "ROWS": max(TILE_SIDE, next_power_of_two(share)), "PAGES": max(1, TILE_TOKENS // geometry.page_tokens),
-        "num_warps": 4,
+        "PAGES": max(1, TILE_TOKENS // geometry.page_tokens),
     }  # fmt: skip
     unit = scale * math.log2(math.e)
     if exact_items:
         attend_exact[(exact_items * heads,)](
             query, pool.view(codec.dtype), pages.offsets, pages.counts, pages.exact_items, sums, logs, page_logs,
-            layer, unit, OPERAND=_operand(codec.dtype), ITEM=geometry.item_bytes, WIDTH=width, **common,
+            layer, unit, OPERAND=_operand(codec.dtype), ITEM=geometry.item_bytes, WIDTH=width,
+            ROWS=max(TILE_SIDE, next_power_of_two(share)), num_warps=4, **common,
         )  # fmt: skip
     if packed_items:
         rotated, biases = floats(rows, query_heads, dim), floats(rows, query_heads)
@@ -141,7 +141,8 @@ def decode(
         attend_packed[(packed_items * heads,)](
             rotated, biases, pool, pool.view(torch.float32), pages.offsets, pages.counts, pages.packed_items,
             sums, logs, page_logs, layer, unit, LAYERS=geometry.num_layers, QUARTER=quarter,
-            KEY_BITS=codec.key_bits, **common,
+            KEY_BITS=codec.key_bits, ROWS=max(TILE_SIDE // 2, next_power_of_two(share)),
+            num_warps=min(4, quarter // TILE_SIDE), **common,
         )  # fmt: skip
     out, log_sum_exp = floats(rows, query_heads, dim), floats(rows, query_heads)
     merge_items[(rows * query_heads, width // slice_width)](

@@ -17,7 +17,6 @@ from tierkv.quant.rotated_triton_kernels import (
     gain_of,
     level_4,
     level_8,
-    signed,
 )
 from tierkv.triton_setup import kernel, tl
 
@@ -71,12 +70,12 @@ def _tile(
 
 @kernel
 def _softmax_step(
-    logits: tl.tensor, largest: tl.tensor, total: tl.tensor
+    logits: tl.tensor, largest: tl.tensor, total: tl.tensor, AXIS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Weights of a tile, the factor on what was summed before, and the new largest logit and total."""
-    now = tl.maximum(largest, tl.max(logits, 1))
-    weights, factor = tl.exp2(logits - now[:, None]), tl.exp2(largest - now)
-    return weights, factor, now, total * factor + tl.sum(weights, 1)
+    """Weights of a tile with tokens along AXIS, the factor on earlier sums, and the new largest logit and total."""
+    now = tl.maximum(largest, tl.max(logits, AXIS))
+    weights, factor = tl.exp2(logits - tl.expand_dims(now, AXIS)), tl.exp2(largest - now)
+    return weights, factor, now, total * factor + tl.sum(weights, AXIS)
 
 
 @kernel
@@ -129,7 +128,7 @@ def attend_exact(
         )
         if MASS:
             _store_page_logs(logits, page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS)
-        weights, factor, largest, total = _softmax_step(logits, largest, total)
+        weights, factor, largest, total = _softmax_step(logits, largest, total, 1)
         rows += HEADS * TOKENS * DIM
         v = tl.load(pool + rows[:, None] + channel[None, :], mask=live[:, None] & valid[None, :], other=0.0)
         acc = tl.dot(weights.to(OPERAND), v.to(OPERAND), acc * factor[:, None], input_precision="tf32")
@@ -140,18 +139,11 @@ def attend_exact(
 
 
 @kernel
-def _key_level(
-    code: tl.tensor, octet: tl.tensor, quad: tl.tensor, PART: tl.constexpr, KEY_BITS: tl.constexpr
-) -> tl.tensor:
-    """Levels of channels 4 quad + PART."""
+def _key_level(code: tl.tensor, octet: tl.tensor, PART: tl.constexpr, KEY_BITS: tl.constexpr) -> tl.tensor:
+    """Levels of the PART-th channel of each byte; `octet` has their signs in its low bits."""
     if KEY_BITS == 3:
-        return signed(level_8(code >> (2 * PART) & 3), octet >> (quad % 2 * 4 + PART)[:, None] & 1)
-    return signed(level_4(code >> (2 * PART) & 1), code & (2 << (2 * PART)))
-
-
-@kernel
-def _value_level(code: tl.tensor, PART: tl.constexpr) -> tl.tensor:
-    return signed(level_4(code >> (2 * PART) & 1), code & (2 << (2 * PART)))
+        return level_8(code, octet, 2 * PART, PART)
+    return level_4(code, 2 * PART)
 
 
 @kernel
@@ -164,6 +156,7 @@ def attend_packed(
 ) -> None:  # fmt: skip
     """One item of packed pages and KV head, as `attend_exact` does; `sums` stay rotated.
 
+    Products are transposed: codes are the tall factor, so that few query heads make a narrow tile, not an empty one.
     rotated, biases: of `rotate_queries`. packed, packed_floats: the pool in bytes and in float32.
     """
     QUERY_HEADS: tl.constexpr = HEADS * SHARE
@@ -175,12 +168,12 @@ def attend_packed(
     quad = tl.arange(0, QUARTER)
     valid = quad < DIM // 4
     bias = tl.load(biases + heads, mask=wanted, other=0.0)
-    quarter = rotated + heads[:, None] * DIM + 4 * quad[None, :]
-    inside = wanted[:, None] & valid[None, :]
+    quarter = rotated + heads[None, :] * DIM + 4 * quad[:, None]
+    inside = wanted[None, :] & valid[:, None]
     q0, q1 = tl.load(quarter, mask=inside, other=0.0), tl.load(quarter + 1, mask=inside, other=0.0)
     q2, q3 = tl.load(quarter + 2, mask=inside, other=0.0), tl.load(quarter + 3, mask=inside, other=0.0)
     largest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-    acc0 = tl.zeros((ROWS, QUARTER), tl.float32)
+    acc0 = tl.zeros((QUARTER, ROWS), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     key_start = block_start(layer, head, 0, LAYERS, HEADS, TOKENS, DIM, KEY_BITS)
     value_start = block_start(layer, head, 1, LAYERS, HEADS, TOKENS, DIM, KEY_BITS)
@@ -189,39 +182,42 @@ def attend_packed(
         tops = packed_floats + offset // 4 + (layer * 2 * HEADS + head)
         block = packed + offset + key_start
         gain = tl.load(tops, mask=live, other=0.0) * gain_of(tl.load(block + slot, mask=live, other=_NO_GAIN))
-        plane = (block + TOKENS + slot)[None, :]
-        within = live[None, :] & valid[:, None]
-        code = tl.load(plane + (quad * TOKENS)[:, None], mask=within, other=0).to(tl.int32)
+        plane = (block + TOKENS + slot)[:, None]
+        within = live[:, None] & valid[None, :]
+        code = tl.load(plane + (quad * TOKENS)[None, :], mask=within, other=0).to(tl.int32)
         octet = code
         if KEY_BITS == 3:
             plane += TOKENS * (DIM // 4)
-            octet = tl.load(plane + (quad // 2 * TOKENS)[:, None], mask=within, other=0).to(tl.int32)
+            octet = tl.load(plane + (quad // 2 * TOKENS)[None, :], mask=within, other=0).to(tl.int32)
+            octet = octet >> (quad % 2 * 4)[None, :]
         block = packed + offset + value_start
         value_gain = tl.load(tops + HEADS, mask=live, other=0.0)
         value_gain *= gain_of(tl.load(block + slot, mask=live, other=_NO_GAIN))
-        place = (block + TOKENS + slot * (DIM // 4))[:, None] + quad[None, :]
-        values = tl.load(place, mask=live[:, None] & valid[None, :], other=0).to(tl.int32)
+        place = (block + TOKENS + slot * (DIM // 4))[None, :] + quad[:, None]
+        values = tl.load(place, mask=live[None, :] & valid[:, None], other=0).to(tl.int32)
 
-        logits = tl.dot(q0, _key_level(code, octet, quad, 0, KEY_BITS), input_precision="tf32")
-        logits = tl.dot(q1, _key_level(code, octet, quad, 1, KEY_BITS), logits, input_precision="tf32")
-        logits = tl.dot(q2, _key_level(code, octet, quad, 2, KEY_BITS), logits, input_precision="tf32")
-        logits = tl.dot(q3, _key_level(code, octet, quad, 3, KEY_BITS), logits, input_precision="tf32")
-        logits = tl.where(live[None, :], (bias[:, None] + logits * gain[None, :]) * scale, float("-inf"))
+        logits = tl.dot(_key_level(code, octet, 0, KEY_BITS), q0, input_precision="tf32")
+        logits = tl.dot(_key_level(code, octet, 1, KEY_BITS), q1, logits, input_precision="tf32")
+        logits = tl.dot(_key_level(code, octet, 2, KEY_BITS), q2, logits, input_precision="tf32")
+        logits = tl.dot(_key_level(code, octet, 3, KEY_BITS), q3, logits, input_precision="tf32")
+        logits = tl.where(live[:, None], (bias[None, :] + logits * gain[:, None]) * scale, float("-inf"))
         if MASS:
-            _store_page_logs(logits, page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS)
-        weights, factor, largest, total = _softmax_step(logits, largest, total)
-        weights *= value_gain[None, :]
-        acc0 = tl.dot(weights, _value_level(values, 0), acc0 * factor[:, None], input_precision="tf32")
-        acc1 = tl.dot(weights, _value_level(values, 1), acc1 * factor[:, None], input_precision="tf32")
-        acc2 = tl.dot(weights, _value_level(values, 2), acc2 * factor[:, None], input_precision="tf32")
-        acc3 = tl.dot(weights, _value_level(values, 3), acc3 * factor[:, None], input_precision="tf32")
+            _store_page_logs(
+                tl.trans(logits), page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS
+            )
+        weights, factor, largest, total = _softmax_step(logits, largest, total, 0)
+        weights *= value_gain[:, None]
+        acc0 = tl.dot(level_4(values, 0), weights, acc0 * factor[None, :], input_precision="tf32")
+        acc1 = tl.dot(level_4(values, 2), weights, acc1 * factor[None, :], input_precision="tf32")
+        acc2 = tl.dot(level_4(values, 4), weights, acc2 * factor[None, :], input_precision="tf32")
+        acc3 = tl.dot(level_4(values, 6), weights, acc3 * factor[None, :], input_precision="tf32")
     place = number * QUERY_HEADS + heads
     tl.store(logs + place, largest + tl.log2(total), mask=wanted)
-    quarter = sums + place[:, None] * DIM + quad[None, :]
-    tl.store(quarter, acc0 / total[:, None], mask=inside)
-    tl.store(quarter + DIM // 4, acc1 / total[:, None], mask=inside)
-    tl.store(quarter + DIM // 2, acc2 / total[:, None], mask=inside)
-    tl.store(quarter + 3 * (DIM // 4), acc3 / total[:, None], mask=inside)
+    quarter = sums + place[None, :] * DIM + quad[:, None]
+    tl.store(quarter, acc0 / total[None, :], mask=inside)
+    tl.store(quarter + DIM // 4, acc1 / total[None, :], mask=inside)
+    tl.store(quarter + DIM // 2, acc2 / total[None, :], mask=inside)
+    tl.store(quarter + 3 * (DIM // 4), acc3 / total[None, :], mask=inside)
 
 
 @kernel
