@@ -105,9 +105,9 @@ def _by_row(block: tl.tensor, GROUP: tl.constexpr, TOKENS: tl.constexpr) -> tl.t
 def _magnitudes(size: tl.tensor, gain: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
     """Magnitude indices of absolute values `[rows, channels]` under each row's gain."""
     if BITS == 3:
-        index = (size > _KB1 * gain[:, None]).to(tl.int32) + (size > _KB2 * gain[:, None]).to(tl.int32)
-        return index + (size > _KB3 * gain[:, None]).to(tl.int32)
-    return (size > _VB1 * gain[:, None]).to(tl.int32)
+        index = (size > gain[:, None] * _KB1).to(tl.int32) + (size > gain[:, None] * _KB2).to(tl.int32)
+        return index + (size > gain[:, None] * _KB3).to(tl.int32)
+    return (size > gain[:, None] * _VB1).to(tl.int32)
 
 
 @kernel

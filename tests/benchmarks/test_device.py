@@ -47,6 +47,6 @@ def test_without_a_device_it_says_so() -> None:
 
 
 def test_where_packages_are_missing_it_names_them() -> None:
-    done = subprocess.run([sys.executable, "-S", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-I", "-S", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "this Python lacks torch, triton, numpy, numba, msgspec, xxhash, zmq" in done.stderr
