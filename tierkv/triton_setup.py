@@ -53,9 +53,15 @@ def require_device(device: torch.device) -> None:
         )
 
 
+def least_columns() -> int:
+    """Columns that a product must have: a tensor core's 8, but 16 for compilers before triton 3.6."""
+    major, minor, *_ = triton.__version__.split(".")
+    return 8 if (int(major), int(minor)) >= (3, 6) else 16
+
+
 def next_power_of_two(value: int) -> int:
     """The smallest power of two that is at least `value`: kernels' tiles have such sides."""
     return 1 << (value - 1).bit_length()
 
 
-__all__ = ["interpreting", "kernel", "next_power_of_two", "require_device", "tl"]
+__all__ = ["interpreting", "kernel", "least_columns", "next_power_of_two", "require_device", "tl"]

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource, compile
 import triton.language as tl
 from tierkv.attention import triton_kernels as attention
 from tierkv.quant import rotated_triton_kernels as pages
+from tierkv.triton_setup import least_columns
 
 BYTES, LONGS, INTS, FLOATS = "*u8", "*i64", "*i32", "*fp32"
 TYPES = dict(
@@ -42,7 +43,8 @@ for side in (0, 1):
 tile = dict(HEADS=8, SHARE=4, TOKENS=16, DIM=DIM, PAGES=4)
 check(attention.attend_exact, 4, **tile, ROWS=16, MASS=True, OPERAND=tl.bfloat16, ITEM=2, WIDTH=DIM)
 for key_bits in (2, 3):
-    check(attention.attend_packed, 2, **tile, ROWS=8, MASS=False, LAYERS=32, QUARTER=DIM // 4, KEY_BITS=key_bits)
+    form = dict(tile, ROWS=least_columns(), MASS=False, LAYERS=32, QUARTER=DIM // 4, KEY_BITS=key_bits)
+    check(attention.attend_packed, 2, **form)
 check(attention.rotate_queries, 4, HEADS=8, SHARE=4, DIM=DIM, WIDTH=DIM, SLICE=32)
 check(attention.merge_items, 4, QUERY_HEADS=32, DIM=DIM, WIDTH=DIM, SLICE=32, BLOCK=16)
 print("compiled")

@@ -19,7 +19,7 @@ from tierkv.attention.triton_kernels import attend_exact, attend_packed, merge_i
 from tierkv.errors import ConfigError
 from tierkv.quant.rotated_triton import RotatedPages
 from tierkv.table import Kind
-from tierkv.triton_setup import interpreting, next_power_of_two, tl
+from tierkv.triton_setup import interpreting, least_columns, next_power_of_two, tl
 
 PROGRAMS = 1056
 """Programs worth having: eight for each of the 132 multiprocessors of an H200."""
@@ -34,7 +34,7 @@ SLICE = 32
 """Channels of a query that one program rotates."""
 
 TILE_SIDE = 16
-"""The smallest side of a tile of a tensor core."""
+"""Rows that a product must have, and terms."""
 
 
 class DevicePages(NamedTuple):
@@ -141,7 +141,7 @@ def decode(
         attend_packed[(packed_items * heads,)](
             rotated, biases, pool, pool.view(torch.float32), pages.offsets, pages.counts, pages.packed_items,
             sums, logs, page_logs, layer, unit, LAYERS=geometry.num_layers, QUARTER=quarter,
-            KEY_BITS=codec.key_bits, ROWS=max(TILE_SIDE // 2, next_power_of_two(share)),
+            KEY_BITS=codec.key_bits, ROWS=max(least_columns(), next_power_of_two(share)),
             num_warps=min(4, quarter // TILE_SIDE), **common,
         )  # fmt: skip
     out, log_sum_exp = floats(rows, query_heads, dim), floats(rows, query_heads)
