@@ -26,7 +26,10 @@ from tierkv.attention.contract import READ_ALL, ColdSeen, PagedAttention
 from tierkv.geometry import DTypeName
 from tierkv.prefetch import digests
 
-SHAPES = [("k3v2", 64), ("k3v2", 80), ("k3v2", 128), ("kivi2", 64), ("kivi2", 128)]
+SHAPES = [
+    ("k3v2", 64), ("k3v2", 80), ("k3v2", 128), ("rotated2", 80), ("kivi2", 64), ("kivi2", 80), ("kivi2", 128),
+    ("int8", 96), ("nf4", 64), ("exact", 64),
+]  # fmt: skip
 
 
 class TestEveryAttentionOverColdPages:
