@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.geometry import Geometry
+from tierkv.quant.moments import Moments
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -31,6 +32,8 @@ class Codec(ABC):
     name: ClassVar[str]
     code: ClassVar[int]
     """Small integer by which kernels dispatch; never reused for another format."""
+    takes_moments: ClassVar[bool] = False
+    """Whether `fit_moments` may be called: the state is then better than that of `fit_state`."""
 
     @abstractmethod
     def page_bytes(self, geometry: Geometry) -> int:
@@ -47,6 +50,10 @@ class Codec(ABC):
     def fit_state(self, geometry: Geometry, pages: Sequence[Bytes], counts: Sequence[int]) -> Floats:
         """The per-model state from exact pages, of which the first `counts[i]` tokens are written."""
         return np.zeros(0, np.float32)
+
+    def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
+        """The per-model state from what was observed of the model (`tierkv calibrate`), if the codec takes moments."""
+        raise NotImplementedError
 
     @abstractmethod
     def encode(self, geometry: Geometry, exact: Bytes, count: int, state: Floats, out: Bytes) -> None:
