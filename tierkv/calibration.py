@@ -113,7 +113,8 @@ def observe(
     ) -> torch.Tensor | None:
         if layer not in sums:
             return None
-        q, k, v = query[0].float().unflatten(0, (len(key[0]), -1)), key[0].float(), value[0].float()
+        heads, tokens, dim = key.shape[1:]
+        q, k, v = query.float().reshape(heads, -1, tokens, dim), key[0].float(), value[0].float()
         heard = listen(q, k, v, scale, sinks, recent)
         sums[layer].add(q, k, v, heard, sinks)
         return heard.out.flatten(0, 1).transpose(0, 1)[None].to(query.dtype)
@@ -140,10 +141,10 @@ def listen(
         stop = min(start + QUERIES, tokens)
         asking = position[start:stop, None]
         logits = (query[:, :, start:stop].reshape(heads, -1, dim) * scale) @ key[:, :stop].mT
-        logits = logits.unflatten(1, (group, -1))
+        logits = logits.view(heads, group, -1, stop)
         logits[..., start:].masked_fill_(position[start:stop] > asking, -torch.inf)
         share = logits.softmax(-1)
-        out[:, :, start:stop] = (share.flatten(1, 2) @ value[:, :stop]).unflatten(1, (group, -1))
+        out[:, :, start:stop] = (share.flatten(1, 2) @ value[:, :stop]).view(heads, group, -1, dim)
         # The chunk's last query is far from tokens before `end`, its first one from those up to `start - recent`.
         end, uneven = stop - recent, max(sinks, start - recent)
         if end <= sinks:
@@ -172,7 +173,9 @@ def value_metric(model: PreTrainedModel, layer: int) -> torch.Tensor:
     weight = _output_weight(model, layer)
     if weight is None or weight.shape[1] % (heads * dim):
         return torch.eye(dim).repeat(heads, 1, 1)
-    by_head = weight.detach().float().unflatten(1, (heads, -1, dim)).permute(1, 2, 0, 3)  # [H, G, hidden, D]
+    by_head = (
+        weight.detach().float().reshape(len(weight), heads, -1, dim).permute(1, 2, 0, 3)
+    )  # [H, G, hidden, D]
     return (by_head.mT @ by_head).mean(1)
 
 
