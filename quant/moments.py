@@ -120,8 +120,8 @@ def standard(geometry: Geometry) -> Moments:
     """Of independent standard normal keys, values and queries, to which all attention goes."""
     shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
     unit = np.broadcast_to(np.eye(geometry.head_dim, dtype=np.float32), (*shape, geometry.head_dim))
-    squares = (unit.copy() for _ in _SQUARE)
-    return Moments(np.zeros(shape, np.float32), *squares, share=np.ones(shape[:2], np.float32))
+    ones = np.ones(shape[:2], np.float32)
+    return Moments(np.zeros(shape, np.float32), unit.copy(), unit.copy(), unit.copy(), unit.copy(), ones)
 
 
 def save(path: Path, moments: Moments, about: About) -> None:

@@ -1,0 +1,200 @@
+"""Moments of tiny random models, against dense float64 arithmetic over transformers' own eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from tests.tierkv.tiny_models import CACHE, build
+from tierkv import calibration
+from tierkv.calibration import observe, token_weights, value_metric
+from tierkv.errors import ConfigError, UnsupportedModel
+from tierkv.model import attach
+from tierkv.tiered_layer import IMPLEMENTATION
+
+SINKS, RECENT = 4, 8
+LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 16
+TEXTS = [np.random.default_rng(seed).integers(2, 97, tokens).tolist() for seed, tokens in ((1, 60), (2, 41))]
+
+
+class Seen(NamedTuple):
+    """One text, float64: attention `[layers, q_heads, T, T]`, queries `[layers, q_heads, T, D]`, K/V of KV heads."""
+
+    attention: np.ndarray
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+
+
+def look(model: PreTrainedModel, text: Sequence[int]) -> Seen:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        given: Any = model(
+            torch.tensor([text]), output_attentions=True, output_hidden_states=True, **{CACHE: cache}
+        )
+        cos, sin = model.model.rotary_emb(given.hidden_states[0], torch.arange(len(text))[None])
+        queries = []
+        for block, hidden in zip(model.model.layers, given.hidden_states, strict=False):
+            asked = (
+                block.self_attn.q_proj(block.input_layernorm(hidden)).unflatten(-1, (-1, DIM)).transpose(1, 2)
+            )
+            queries.append(apply_rotary_pos_emb(asked, asked, cos, sin)[0][0])
+    return Seen(
+        torch.stack([one[0] for one in given.attentions]).numpy(),
+        torch.stack(queries).numpy(),
+        torch.stack([layer.keys[0] for layer in cache.layers]).numpy(),
+        torch.stack([layer.values[0] for layer in cache.layers]).numpy(),
+    )
+
+
+def dense(texts: Sequence[Seen], layer: int, head: int) -> dict[str, np.ndarray]:
+    """The definition, token by token and query by query."""
+    keys, values, weights = [], [], []
+    asked, given, queries = np.zeros((DIM, DIM)), 0.0, 0
+    for seen in texts:
+        tokens = seen.key.shape[2]
+        mass = np.zeros(tokens)
+        for q_head in range(head * GROUP, (head + 1) * GROUP):
+            for t in range(tokens):
+                far = range(SINKS, t - RECENT + 1)
+                p = seen.attention[layer, q_head, t]
+                weight = sum(p[s] for s in far)
+                for s in far:
+                    mass[s] += p[s]
+                q = seen.query[layer, q_head, t]
+                asked += weight * np.outer(q, q)
+                given += weight
+                queries += 1
+        count = tokens - SINKS
+        weights.append(0.5 / count + 0.5 * mass[SINKS:] / mass[SINKS:].sum())
+        keys.append(seen.key[layer, head, SINKS:])
+        values.append(seen.value[layer, head, SINKS:])
+    weight = np.concatenate(weights) / len(texts)
+    key, value = np.concatenate(keys), np.concatenate(values)
+    mean = weight @ key
+    return {
+        "key_mean": mean,
+        "key_covariance": np.einsum("t,ti,tj->ij", weight, key - mean, key - mean),
+        "value_second": np.einsum("t,ti,tj->ij", weight, value, value),
+        "query_second": asked / given,
+        "share": np.array(given / queries),
+    }
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[Seen]:
+    exact = build("llama", attn_implementation="eager").double()
+    return [look(exact, text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("queries", [7, 16, 64])
+def test_moments_are_those_of_the_definition(
+    queries: int, seen: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "QUERIES", queries)
+    moments = observe(build("llama"), TEXTS, SINKS, RECENT)
+    assert moments.key_mean.shape == (LAYERS, HEADS, DIM)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            for name, expected in dense(seen, layer, head).items():
+                found = getattr(moments, name)[layer, head]
+                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_an_error_of_a_value_costs_what_it_does_behind_the_attention() -> None:
+    model = build("llama")
+    moments = observe(model, TEXTS[:1], SINKS, RECENT)
+    error = torch.randn(DIM, generator=torch.Generator().manual_seed(0))
+    for layer, block in enumerate(model.model.layers):
+        for head in range(HEADS):
+            behind = []
+            for q_head in (2 * head, 2 * head + 1):  # both query heads read this value head
+                given = torch.zeros(HEADS * GROUP, DIM)
+                given[q_head] = error
+                behind.append(block.self_attn.o_proj(given.flatten()).square().sum().item())
+            metric = torch.from_numpy(moments.value_metric[layer, head])
+            assert (error @ metric @ error).item() == pytest.approx(sum(behind) / 2, rel=1e-4)
+
+
+def test_without_a_projection_that_is_known_all_errors_of_values_cost_the_same() -> None:
+    model = build("llama")
+    for block in model.model.layers:
+        block.self_attn.o_proj = nn.Sequential(block.self_attn.o_proj)
+    np.testing.assert_array_equal(value_metric(model, 1), np.eye(DIM)[None].repeat(HEADS, 0))
+
+
+def test_layers_with_a_window_are_left_out() -> None:
+    model = build("qwen2-windows")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.tensor(TEXTS[:1]), **{CACHE: cache})
+    moments = observe(model, TEXTS[:1], SINKS, RECENT)
+    assert moments.share.shape == (1, HEADS)
+    values = cache.layers[1].values[0, :, SINKS:]  # layer 1 looks at everything
+    # Each token counts between half its even share and all of what is left: bounds of any weights.
+    even = values.square().mean(1).numpy()
+    found = np.diagonal(moments.value_second[0], axis1=-2, axis2=-1)
+    largest = values.square().amax(1).numpy()
+    assert (found >= even / 2 - 1e-6).all() and (found <= even / 2 + largest / 2 + 1e-6).all()
+
+
+def test_tokens_count_half_evenly_and_half_by_attention() -> None:
+    mass = torch.tensor([[0.0, 1.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    expected = [[0.125, 0.25, 0.5, 0.125], [0.25] * 4]
+    np.testing.assert_allclose(token_weights(mass), expected)
+
+
+def test_texts_count_the_same_in_any_order() -> None:
+    model = build("llama")
+    one, other = observe(model, TEXTS, SINKS, RECENT), observe(model, TEXTS[::-1], SINKS, RECENT)
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_models_attention_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", attn_implementation="eager")
+    observe(model, TEXTS[:1], SINKS, RECENT)
+    assert model.config._attn_implementation == "eager"
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no attention today")
+
+    monkeypatch.setattr(calibration, "listen", broken)
+    with pytest.raises(RuntimeError, match="no attention"):
+        observe(model, TEXTS[:1], SINKS, RECENT)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_attached_model_is_observed_and_stays_attached() -> None:
+    model = build("llama")
+    plain = observe(model, TEXTS, SINKS, RECENT)
+    attached = attach(model)
+    for a, b in zip(plain, observe(model, TEXTS, SINKS, RECENT), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert model.config._attn_implementation == IMPLEMENTATION
+    attached.detach()
+
+
+def test_a_bfloat16_model_has_nearly_the_same_moments() -> None:
+    full, half = (
+        observe(build("llama").to(dtype), TEXTS, SINKS, RECENT) for dtype in (torch.float32, torch.bfloat16)
+    )
+    for a, b in zip(full, half, strict=True):
+        assert b.dtype == np.float32
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(a)
+
+
+def test_what_cannot_be_observed_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="soft-caps"):
+        observe(build("gemma2"), TEXTS, SINKS, RECENT)
+    with pytest.raises(ConfigError, match="no text"):
+        observe(build("llama"), [], SINKS, RECENT)
+    with pytest.raises(ConfigError, match=r"text 2 has 12 tokens.*more than 12"):
+        observe(build("llama"), [TEXTS[0], TEXTS[0][: SINKS + RECENT]], SINKS, RECENT)
