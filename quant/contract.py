@@ -46,7 +46,7 @@ class Codec(ABC):
     code: ClassVar[int]
     """Small integer by which kernels dispatch; never reused for another format."""
     takes_moments: ClassVar[bool] = False
-    """Whether `fit_moments` may be called: the state is then better than that of `fit_state`."""
+    """Whether the state of `fit_moments` is better than that of `fit_state`."""
 
     @abstractmethod
     def page_bytes(self, geometry: Geometry) -> int:
@@ -65,8 +65,8 @@ class Codec(ABC):
         return np.zeros(0, np.float32)
 
     def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
-        """The per-model state from what was observed of the model (`tierkv calibrate`), if the codec takes moments."""
-        raise NotImplementedError
+        """The per-model state from what was observed of the model (`tierkv calibrate`)."""
+        return self.fit_state(geometry, [], [])
 
     @abstractmethod
     def encode(self, geometry: Geometry, exact: Bytes, count: int, state: Floats, out: Bytes) -> None:

@@ -101,12 +101,16 @@ class KLT2(Codec):
     def reference_encode(self, geometry: Geometry, exact: Bytes, count: int, state: Floats) -> Bytes:
         from tierkv.quant import klt_reference as reference
 
-        return reference.encode(geometry, exact, count, self._checked(geometry, state), self.page_bytes(geometry))
+        return reference.encode(
+            geometry, exact, count, self._checked(geometry, state), self.page_bytes(geometry)
+        )
 
     def reference_decode(self, geometry: Geometry, packed: Bytes, count: int, state: Floats) -> Floats:
         from tierkv.quant import klt_reference as reference
 
-        return reference.decode(geometry, self._packed(geometry, packed), count, self._checked(geometry, state))
+        return reference.decode(
+            geometry, self._packed(geometry, packed), count, self._checked(geometry, state)
+        )
 
     def _checked(self, geometry: Geometry, state: Floats) -> Floats:
         if state.size != self.state_floats(geometry):

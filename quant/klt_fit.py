@@ -38,7 +38,8 @@ def hadamard(size: int) -> Doubles:
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / np.sqrt(size)
+    scaled: Doubles = matrix / np.sqrt(size)
+    return scaled
 
 
 def neutral(geometry: Geometry, key_mean: Floats, mean_bits: int) -> Floats:
@@ -73,7 +74,9 @@ def fit(geometry: Geometry, moments: Moments, mean_bits: int) -> Floats:
         spread[:, side], analysis[:, side], synthesis[:, side] = transform(second, metric)
     shares = np.maximum(moments.share.astype(np.float64), FLOOR)[:, None, :, None]
     costs = spread * shares
-    bits = np.array([[allocate(costs[layer, side], mean_bits) for side in range(2)] for layer in range(shape[0])])
+    bits = np.array(
+        [[allocate(costs[layer, side], mean_bits) for side in range(2)] for layer in range(shape[0])]
+    )
     means = np.zeros((*shape, dim))
     means[:, 0] = moments.key_mean
     return _state(geometry, bits, spread, means, analysis, synthesis)
@@ -139,4 +142,8 @@ def _state(
         at += block_bytes(place[1], int(bits[place].sum()), geometry.page_tokens)
     parts = [starts, bits, spread / spread.max(-1, keepdims=True), means]
     parts += [matrix.reshape(*shape, -1) for matrix in (analysis, synthesis)]
-    return np.concatenate([np.broadcast_to(part, (*shape, part.shape[-1])) for part in parts], -1).astype(np.float32).ravel()
+    return (
+        np.concatenate([np.broadcast_to(part, (*shape, part.shape[-1])) for part in parts], -1)
+        .astype(np.float32)
+        .ravel()
+    )

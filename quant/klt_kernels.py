@@ -25,7 +25,7 @@ from tierkv.quant.klt_layout import (
     spread_of_group,
     synthesis_start,
 )
-from tierkv.quant.klt_planes import ROWS, fit_rows, multiply, pack_row, unpack_rows
+from tierkv.quant.klt_planes import ROWS, fit_rows, multiply, multiply_fused, pack_row, unpack_rows
 from tierkv.quant.lloyd import GAINS, NO_GAIN
 from tierkv.quant.rotated_encode import (
     INFINITY_BITS,
@@ -124,7 +124,11 @@ def encode_page(words: Words, kind: int, count: int, state: Floats, packed: Byte
     rows, columns = np.zeros(tiles * size, np.float32), np.empty(size, np.float32)
     coefficients = np.empty(tiles * size, np.float32)
     gains = np.zeros((tiles, LANES), np.float32)
-    along, energy, gain = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    along, energy, gain = (
+        np.empty(LANES, np.float32),
+        np.empty(LANES, np.float32),
+        np.empty(LANES, np.float32),
+    )
     factors, ones, zeros = (
         np.empty(head_dim, np.float32),
         np.ones(max(head_dim, LANES), np.float32),
@@ -148,7 +152,9 @@ def encode_page(words: Words, kind: int, count: int, state: Floats, packed: Byte
                 for tile in range(tiles):
                     u = coefficients[tile * size : (tile + 1) * size]
                     for channel in range(0, head_dim, TERMS):
-                        rows_to_columns(rows[tile * size : (tile + 1) * size], head_dim, channel, factors, columns)
+                        rows_to_columns(
+                            rows[tile * size : (tile + 1) * size], head_dim, channel, factors, columns
+                        )
                     for row in range(0, head_dim, ROWS):
                         multiply(state, analysis_start(record, head_dim), head_dim, columns, u, row)
                     _fit_gains(u, head_dim, state, record, gains[tile], along, energy)
@@ -172,15 +178,26 @@ def encode_page(words: Words, kind: int, count: int, state: Floats, packed: Byte
                             first, block, ones, zeros, gain,
                         )  # fmt: skip
                         rows[tile * size : (tile + 1) * size] = _ZERO
-                store_float(packed, scale_offset(layer, side, head, heads), min(top * power_of_two(exponent), LARGEST_F32))
+                store_float(
+                    packed,
+                    scale_offset(layer, side, head, heads),
+                    min(top * power_of_two(exponent), LARGEST_F32),
+                )
     return True
 
 
 @kernel()
 def unpack_keys(
-    page: Bytes, block: int, tokens: int, head_dim: int, state: Floats, record: int, first: int, columns: Floats
+    page: Bytes,
+    block: int,
+    tokens: int,
+    head_dim: int,
+    state: Floats,
+    record: int,
+    first: int,
+    columns: Floats,
 ) -> None:
-    """Levels of tokens `first .. first + 15`, columns `[head_dim, 16]`. Lanes behind the page's last token are noise."""
+    """Levels of tokens `first .. first + 15`, columns `[head_dim, 16]`. Lanes behind the last token are noise."""
     width = plane_bytes(tokens)
     at = block + tokens + first // 8
     for group in range(head_dim // GROUP):
@@ -220,12 +237,23 @@ def decode_page(packed: Bytes, count: int, state: Floats, words: Words, kind: in
                         for group in range(groups):
                             bits = bits_of_group(state, record, group)
                             for lane in range(lanes):
-                                unpack_rows(bits, packed, at + lane * token_bytes, 2, 0, rows, lane * groups + group, 1)
+                                unpack_rows(
+                                    bits,
+                                    packed,
+                                    at + lane * token_bytes,
+                                    2,
+                                    0,
+                                    rows,
+                                    lane * groups + group,
+                                    1,
+                                )
                             at += 2 * bits
                         for channel in range(0, head_dim, TERMS):
                             rows_to_columns(rows, head_dim, channel, ones, levels)
                     for row in range(0, head_dim, ROWS):
-                        multiply(state, synthesis_start(record, head_dim), head_dim, levels, columns, row)
+                        multiply_fused(
+                            state, synthesis_start(record, head_dim), head_dim, levels, columns, row
+                        )
                     for channel in range(0, head_dim, TERMS):
                         columns_to_rows(columns, channel, ones, gains, center, rows, head_dim)
                     at = start + first * head_dim

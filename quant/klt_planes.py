@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from tierkv.numba_setup import kernel
-from tierkv.quant.columns import FLOATS, WORDS, every_lane, Emitter, magnitude, step_of
+from tierkv.quant.columns import FLOATS, WORDS, Emitter, every_lane, magnitude, step_of
 from tierkv.quant.klt_levels import BOUNDARIES, LEVELS, STEPS
 from tierkv.quant.tiles import LANES, all_lanes, broadcast, store_floats
 
@@ -33,11 +33,11 @@ def _indices(at: Emitter, bits: int, size: Any, gains: Any) -> Any:
     builder, index = at.builder, all_lanes(WORDS, 0)
     if bits not in STEPS:
         for bound in BOUNDARIES[bits]:
-            over = builder.fcmp_ordered(">", size, builder.fmul(every_lane(bound), gains))
+            over = builder.fcmp_ordered(">", size, builder.fmul(every_lane(float(bound)), gains))
             index = builder.add(index, builder.zext(over, WORDS))
         return index
     top = every_lane(len(LEVELS[bits]) - 1)
-    steps = builder.fdiv(every_lane(1.0), builder.fmul(every_lane(STEPS[bits]), gains))
+    steps = builder.fdiv(every_lane(1.0), builder.fmul(every_lane(float(STEPS[bits])), gains))
     place = builder.fmul(size, steps)
     place = builder.select(builder.fcmp_ordered("<", place, top), place, top)  # and where it is NaN
     return builder.fptoui(place, WORDS)
@@ -47,11 +47,13 @@ def _levels(at: Emitter, bits: int, index: Any) -> Any:
     """The magnitudes of the indices."""
     builder = at.builder
     if bits in STEPS:
-        return builder.fmul(builder.fadd(builder.uitofp(index, FLOATS), every_lane(0.5)), every_lane(STEPS[bits]))
-    level = every_lane(LEVELS[bits][0])
+        return builder.fmul(
+            builder.fadd(builder.uitofp(index, FLOATS), every_lane(0.5)), every_lane(float(STEPS[bits]))
+        )
+    level = every_lane(float(LEVELS[bits][0]))
     for number, higher in enumerate(LEVELS[bits][1:]):
         level = builder.select(
-            builder.icmp_unsigned(">", index, all_lanes(WORDS, number)), every_lane(higher), level
+            builder.icmp_unsigned(">", index, all_lanes(WORDS, number)), every_lane(float(higher)), level
         )
     return level
 
@@ -63,7 +65,9 @@ def _plane(at: Emitter, data: int, offset: Any, stride: Any, number: int) -> Any
 
 
 def _fitter(bits: int) -> Any:
-    def typer(typingctx: Any, columns: Any, row: Any, gains: Any, weight: Any, along: Any, energy: Any) -> Any:
+    def typer(
+        typingctx: Any, columns: Any, row: Any, gains: Any, weight: Any, along: Any, energy: Any
+    ) -> Any:
         def emit(at: Emitter) -> None:
             builder = at.builder
             size = magnitude(builder, at.load(0, at.args[1]))
@@ -187,31 +191,39 @@ def unpack_rows(
             _unpack_5(data, offset + row * step, stride, columns, first + row)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def multiply(typingctx: Any, matrix: Any, start: Any, size: Any, columns: Any, out: Any, row: Any) -> Any:
-    """Rows `row .. row + 7` of a `[size, size]` matrix (from float `start`) times `columns` `[size, 16]`, into `out`.
+def _multiplier(name: str, doc: str, flags: tuple[str, ...]) -> Any:
+    def typer(typingctx: Any, matrix: Any, start: Any, size: Any, columns: Any, out: Any, row: Any) -> Any:
+        def emit(at: Emitter) -> None:
+            builder, size = at.builder, at.args[2]
+            sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(ROWS)]
+            for total in sums:
+                builder.store(every_lane(0.0), total)
+            firsts = [
+                builder.add(at.args[1], builder.mul(builder.add(at.args[5], ir.Constant(at.intp, i)), size))
+                for i in range(ROWS)
+            ]
+            with cgutils.for_range(builder, size) as loop:
+                x = at.load(3, loop.index)
+                for first, total in zip(firsts, sums, strict=True):
+                    product = builder.fmul(at.single(0, builder.add(first, loop.index)), x, flags=flags)
+                    builder.store(builder.fadd(builder.load(total), product, flags=flags), total)
+            for offset, total in enumerate(sums):
+                at.store(4, at.args[5], offset, builder.load(total))
 
-    Products are added in order, one by one, without fused steps: the result is the same on every machine.
-    """
+        return step_of("fiiffi", emit, matrix, start, size, columns, out, row)
 
-    def emit(at: Emitter) -> None:
-        builder, size = at.builder, at.args[2]
-        sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(ROWS)]
-        for total in sums:
-            builder.store(every_lane(0.0), total)
-        firsts = [
-            builder.add(at.args[1], builder.mul(builder.add(at.args[5], ir.Constant(at.intp, i)), size))
-            for i in range(ROWS)
-        ]
-        with cgutils.for_range(builder, size) as loop:
-            x = at.load(3, loop.index)
-            for first, total in zip(firsts, sums, strict=True):
-                product = builder.fmul(at.single(0, builder.add(first, loop.index)), x)
-                builder.store(builder.fadd(builder.load(total), product), total)
-        for offset, total in enumerate(sums):
-            at.store(4, at.args[5], offset, builder.load(total))
-
-    return step_of("fiiffi", emit, matrix, start, size, columns, out, row)
+    typer.__name__ = typer.__qualname__ = name
+    typer.__doc__ = (
+        "Rows `row .. row + 7` of a `[size, size]` matrix (from float `start`) times `columns` `[size, 16]`, into "
+        f"`out`. {doc}"
+    )
+    return intrinsic(typer)
 
 
-__all__ = ["ROWS", "fit_rows", "multiply", "pack_row", "unpack_rows"]
+multiply = _multiplier(
+    "multiply", "Products are added in order, one by one: the result is the same on every machine.", ()
+)
+multiply_fused = _multiplier("multiply_fused", "With fused steps where the machine has them.", ("contract",))
+
+
+__all__ = ["ROWS", "fit_rows", "multiply", "multiply_fused", "pack_row", "unpack_rows"]

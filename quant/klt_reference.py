@@ -41,7 +41,9 @@ def records(geometry: Geometry, state: Floats) -> list[tuple[int, int, int, Reco
     ]
     found = []
     for place, part in zip(places, parts, strict=True):
-        start, bits, spread, mean, analysis, synthesis = part.split([1, groups, groups, dim, dim * dim, dim * dim])
+        start, bits, spread, mean, analysis, synthesis = part.split(
+            [1, groups, groups, dim, dim * dim, dim * dim]
+        )
         record = Record(
             int(start), [int(b) for b in bits], spread.repeat_interleave(GROUP), mean,
             analysis.reshape(dim, dim), synthesis.reshape(dim, dim),
@@ -105,7 +107,7 @@ def _bytes(planes: torch.Tensor) -> torch.Tensor:
 
 def encode(geometry: Geometry, exact: Bytes, count: int, state: Floats, size: int) -> Bytes:
     """The packed page of `size` bytes."""
-    layers, _, heads, tokens, dim = geometry.shape
+    layers, _, heads, tokens, _ = geometry.shape
     page, out = read_exact(geometry, exact), np.zeros(size, np.uint8)
     tops = torch.zeros(layers, 2, heads)
     for layer, side, head, record in records(geometry, state):
@@ -132,7 +134,9 @@ def encode(geometry: Geometry, exact: Bytes, count: int, state: Floats, size: in
         if side == 0:  # channel by channel, each plane over tokens
             parts += [_bytes(planes.permute(2, 0, 1)).flatten() for planes in by_group]
         elif by_group:  # token by token, each plane over a group's channels
-            parts.append(torch.cat([_bytes(planes.permute(1, 0, 2)).flatten(1) for planes in by_group], 1).flatten())
+            parts.append(
+                torch.cat([_bytes(planes.permute(1, 0, 2)).flatten(1) for planes in by_group], 1).flatten()
+            )
         block = torch.cat(parts).numpy()
         out[record.start : record.start + len(block)] = block
     out[: 4 * tops.numel()] = tops.numpy().ravel().view(np.uint8)
@@ -155,7 +159,9 @@ def decode(geometry: Geometry, packed: Bytes, count: int, state: Floats) -> Floa
                 planes = unpack_bits(planes, 1).flatten(2)[..., :tokens].permute(1, 2, 0)
                 before += GROUP * bits * width
             else:
-                planes = rest[: tokens * token_bytes].reshape(tokens, token_bytes)[:, before : before + 2 * bits]
+                planes = rest[: tokens * token_bytes].reshape(tokens, token_bytes)[
+                    :, before : before + 2 * bits
+                ]
                 planes = unpack_bits(planes.reshape(tokens, bits, 2), 1).flatten(2).permute(1, 0, 2)
                 before += 2 * bits
             index = sum((plane << bit for bit, plane in enumerate(planes[1:])), torch.zeros_like(planes[0]))

@@ -19,6 +19,7 @@ import numpy as np
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.quant.contract import Bytes, Codec, Floats, LayerBlock
+from tierkv.quant.moments import Moments
 
 BLOCK_ALIGNMENT = 64
 """Bytes; also that of pages in pools."""
@@ -44,6 +45,7 @@ class Layered(Codec):
 
     def __init__(self, default: Codec, exceptions: Mapping[int, Codec]) -> None:
         self.name = spell(default.name, {layer: codec.name for layer, codec in exceptions.items()})  # type: ignore[misc]  # its own, unlike a plain codec's
+        self.takes_moments = any(codec.takes_moments for codec in (default, *exceptions.values()))  # type: ignore[misc]
         self._default = default
         self._exceptions = dict(exceptions)
 
@@ -65,6 +67,13 @@ class Layered(Codec):
             part.codec.fit_state(part.geometry, [page[part.exact] for page in pages], counts)
             for part in self._layers(geometry)
         ]
+        return np.concatenate(parts)
+
+    def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
+        parts = []
+        for layer, part in enumerate(self._layers(geometry)):
+            own = Moments(*(field[layer : layer + 1] for field in moments))
+            parts.append(part.codec.fit_moments(part.geometry, own))
         return np.concatenate(parts)
 
     def encode(self, geometry: Geometry, exact: Bytes, count: int, state: Floats, out: Bytes) -> None:

@@ -38,6 +38,7 @@ from tierkv.geometry import Geometry
 from tierkv.quant import codes, rotated_decode, rotated_encode
 from tierkv.quant.contract import Bytes, Codec, Floats, NonFiniteValues
 from tierkv.quant.floats import KIND, page_words
+from tierkv.quant.moments import Moments
 
 
 class Rotated(Codec):
@@ -74,6 +75,10 @@ class Rotated(Codec):
                 f"a page to fit {self.name}'s mean keys from holds NaN or infinity; fit from other pages"
             )
         return (total / max(1, sum(counts))).astype(np.float32).ravel()
+
+    def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
+        """Their mean keys."""
+        return moments.key_mean.astype(np.float32).ravel()
 
     def encode(self, geometry: Geometry, exact: Bytes, count: int, state: Floats, out: Bytes) -> None:
         words, kind, mean = page_words(geometry, exact), KIND[geometry.dtype], self._mean(geometry, state)

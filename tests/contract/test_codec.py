@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.quant.pages import example_state, exact_page, gaussian_page, page_values
+from tests.quant.pages import exact_page, example_state, gaussian_page, page_values
 from tierkv.errors import ConfigError
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.quant import NAMES, NonFiniteValues, by_code, fused, get
@@ -164,7 +164,9 @@ class TestEveryShape:
             logits = np.full((3, TOKENS), np.nan, np.float32)
             sums, out = np.zeros_like(query), np.ones_like(query)
             fused.prepare_query(code, query, layer, head, *shape, self.state, prepared, bias)
-            fused.page_logits(code, self.packed, layer, head, *shape, count, self.state, prepared, bias, logits)
+            fused.page_logits(
+                code, self.packed, layer, head, *shape, count, self.state, prepared, bias, logits
+            )
             fused.page_values(code, self.packed, layer, head, *shape, count, self.state, weights, sums)
             fused.finish_values(code, sums, layer, head, *shape, self.state, out)
             keys, values = exact[layer, 0, head, :count], exact[layer, 1, head, :count]

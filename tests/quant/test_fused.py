@@ -32,9 +32,20 @@ def test_products_in_place_equal_those_with_the_decoded_page(
     logits, sums, out = np.empty((groups, tokens), np.float32), np.zeros_like(query), np.zeros_like(query)
     fused.prepare_query(codec.kernel_code(geometry), query, layer, head, *shape, state, prepared, bias)
     fused.page_logits(
-        codec.kernel_code(geometry), pool[64 + 13 :], layer, head, *shape, count, state, prepared, bias, logits
+        codec.kernel_code(geometry),
+        pool[64 + 13 :],
+        layer,
+        head,
+        *shape,
+        count,
+        state,
+        prepared,
+        bias,
+        logits,
     )
-    fused.page_values(codec.kernel_code(geometry), pool[64 + 13 :], layer, head, *shape, count, state, weights, sums)
+    fused.page_values(
+        codec.kernel_code(geometry), pool[64 + 13 :], layer, head, *shape, count, state, weights, sums
+    )
     fused.finish_values(codec.kernel_code(geometry), sums, layer, head, *shape, state, out)
     np.testing.assert_allclose(
         logits[:, :count], query @ exact[layer, 0, head, :count].T, rtol=1e-4, atol=2e-4
