@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.quant.pages import example_moments, exact_page, page_values
+from tests.quant.pages import exact_page, example_moments, page_values
 from tierkv.geometry import Geometry
 from tierkv.quant import get, klt_fit, klt_reference
 from tierkv.quant.klt_layout import GROUP
