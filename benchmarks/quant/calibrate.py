@@ -27,7 +27,7 @@ class Calibration(NamedTuple):
 
 
 def observe(model: PreTrainedModel, geometry: Geometry, texts: Sequence[Text]) -> Calibration:
-    """Moments of each text's context, and pages of its first tokens behind the sinks (keys of those are unlike others)."""
+    """Moments of each text's context, and pages of its first tokens but the sinks, whose keys are unlike others."""
     from tierkv.calibration import observe as observe_moments
 
     pages: list[Bytes] = []
