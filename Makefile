@@ -1,5 +1,5 @@
 # One-word commands. Each makes the environment first when it is missing or older than pyproject.toml.
-#   make venv | test | check | demo | bench | clean
+#   make venv | test | check | demo | bench | gpu-check | clean
 # Overridable: PYTHON (3.11 or newer), VENV (where the environment lives), TORCH (what pip is told), ARGS (for pytest).
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test check demo bench clean
+.PHONY: venv test check demo bench gpu-check clean
 
 venv: $(STAMP)
 
@@ -41,6 +41,10 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tierkv.benchmarks
+
+# Needs a CUDA device and a torch that knows it: make gpu-check TORCH="torch==2.13.0" with PyPI's build.
+gpu-check: $(STAMP)
+	$(BIN)/python scripts/gpu_check.py
 
 # Leaves the environment alone: `rm -r .venv` is a decision of its own.
 clean:

@@ -418,6 +418,8 @@ class Brain:
 
     def _move_done(self, event: events.MoveDone) -> None:
         move = self.moves.complete(event.move, event.checksum)
+        if move is not None and event.errors is not None:
+            self.state.counters.measured(event.errors)
         if move is not None and move.act is Act.FORK:
             session = self._forked_session(move.others[0])
             if session is not None:

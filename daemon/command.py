@@ -117,7 +117,10 @@ def show_banner(loaded: Loaded, info: dict[str, Any]) -> None:
         ("epoch", str(info["epoch"])),
         ("hbm", show_size(info["hbm_bytes"], config.page_tokens)),
         ("host", show_size(info["host_bytes"], config.page_tokens)),
-        ("codec, policy", f"{config.codec}, {config.policy} ({config.demotion}, backup {config.backup})"),
+        (
+            "codec, policy",
+            f"{config.low_bit_form}, {config.policy} ({config.demotion}, backup {config.backup})",
+        ),
         *([("policy file", str(config.policy_file))] if config.policy_file else []),
         ("metrics", f"{info['url']}/metrics"),
         ("life", _life(config)),

@@ -56,6 +56,7 @@ _UNITS = {
     "": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+_LAYER = re.compile(r"-?[0-9]{1,5}")
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -89,6 +90,28 @@ def parse_pins(value: object) -> object:
             "is not a list of pins; write region=level, for instance system=attendable,plan=exact"
         )
     return {region.strip(): level.strip() for region, _, level in pairs}
+
+
+def parse_layers(value: object) -> object:
+    """`0=exact,-1=exact` (command line, environment) or a table (file); layers are plain integers afterwards."""
+    if isinstance(value, str):
+        pairs = [
+            tuple(part.strip() for part in pair.partition("=")) for pair in value.split(",") if pair.strip()
+        ]
+        if any(not sign for _, sign, _ in pairs):
+            raise ValueError("is not a list of layers; write layer=codec, for instance 0=exact,-1=exact")
+    elif isinstance(value, Mapping):
+        pairs = [(str(layer), "=", codec) for layer, codec in value.items()]
+    else:
+        return value
+    if wrong := [layer for layer, _, _ in pairs if not _LAYER.fullmatch(layer)]:
+        raise ValueError(
+            f"names {wrong[0]!r}, which is not a layer; count from 0, or from -1 for the last one"
+        )
+    read = {str(int(layer)): codec for layer, _, codec in pairs}
+    if len(read) < len(pairs):
+        raise ValueError("names a layer twice")
+    return read
 
 
 def _some_number(value: float) -> float:
@@ -131,6 +154,8 @@ class DaemonConfig(BaseSettings):
     """A Ray cluster to join; empty starts a local Ray that ends with the daemon."""
     codec: str = "k3v2"
     """Low-bit form of a page."""
+    layer_codecs: Annotated[dict[str, str], NoDecode, BeforeValidator(parse_layers)] = {}
+    """Layers that have a form of their own in a low-bit page, for instance `0=exact,-1=exact` (-1: the last one)."""
     policy: str = "memdecay"
     """Which score decides what stays."""
     policy_file: Annotated[Path | None, BeforeValidator(lambda value: value or None)] = None
@@ -151,9 +176,9 @@ class DaemonConfig(BaseSettings):
     high_watermark: Fraction = 0.10
     """... until this fraction is free."""
     sink_tokens: Annotated[int, Field(ge=0)] = 16
-    """First tokens of a session that stay exact."""
+    """First tokens of a session that stay exact, whatever the policy."""
     recent_tokens: Annotated[int, Field(ge=0)] = 64
-    """Last tokens of a session that stay exact."""
+    """Last tokens of a session that stay exact, whatever the policy: low-bit only when nothing else can give way."""
     pins: Annotated[dict[str, PinLevel], NoDecode, BeforeValidator(parse_pins)] = {"system": "attendable"}
     """Regions whose pages stay `exact` or `attendable`, unless a session says otherwise."""
     pin_quota: Fraction = 0.5
@@ -173,6 +198,9 @@ class DaemonConfig(BaseSettings):
     min_residency_steps: Annotated[int, Field(ge=0)] = 8
     """Decode steps that a promoted page stays at least."""
     max_moves_in_flight: Annotated[int, Field(ge=1)] = 32
+    measure_every: Annotated[int, Field(ge=0)] = 256
+    """Of so many pages that become low-bit, one is compared with its exact bytes (`tierkv_quantization_error_ratio`); 0
+    compares none. It costs what encoding two more pages does."""
     move_bandwidth: Size = 0
     """Bytes a second that moves may take from decoding; 0 is unbounded."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -207,6 +235,17 @@ class DaemonConfig(BaseSettings):
             raise ValueError(f"is not one of {', '.join(names)}{_suggest(value, names)}")
         return value
 
+    @field_validator("layer_codecs")
+    @classmethod
+    def _known_forms(cls, value: dict[str, str]) -> dict[str, str]:
+        names = _choices("codec") if value else ()
+        for layer, codec in value.items():
+            if codec not in names:
+                raise ValueError(
+                    f"has {codec!r} for layer {layer}, which is not one of {', '.join(names)}{_suggest(codec, names)}"
+                )
+        return value
+
     @field_validator("pins")
     @classmethod
     def _regions(cls, value: dict[str, PinLevel]) -> dict[str, PinLevel]:
@@ -236,6 +275,13 @@ class DaemonConfig(BaseSettings):
                 f"{self.lease_seconds:g}: one late heartbeat would end a lease; lower the first or raise the second"
             )
         return self
+
+    @property
+    def low_bit_form(self) -> str:
+        """`codec` with the exceptions of `layer_codecs`, as `quant.get` reads it."""
+        from tierkv.quant.layered import spell
+
+        return spell(self.codec, {int(layer): codec for layer, codec in self.layer_codecs.items()})
 
     @classmethod
     def settings_customise_sources(
@@ -377,6 +423,6 @@ def _say(problem: object, origins: Mapping[str, str]) -> str:
     assert isinstance(problem, dict)
     key = str(problem["loc"][0])
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if not message.startswith(("is ", "has ")):
+    if not message.startswith(("is ", "has ", "names ")):
         message = message[0].lower() + message[1:]
     return f"{'.'.join(map(str, problem['loc']))} = {problem['input']!r} ({origins[key]}): {message}"

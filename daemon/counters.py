@@ -7,12 +7,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tierkv.protocol import Audit
+from tierkv.quant.quality import ErrorRatios
 
 RATIO_EDGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1.0)
 """Upper edges of attention recall."""
 
 SECONDS_EDGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 """Upper edges of the time that a recall takes."""
+
+
+ERROR_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.12, 0.15, 0.2, 0.3, 0.5, 1.0)
+"""Upper edges of a page's error ratio; .035 and .12 are what 3 and 2 bits a value lose of a Gaussian."""
+
+SIDES = ("keys", "values")
 
 
 @dataclass
@@ -30,6 +37,11 @@ class Buckets:
         self.counts[bisect_left(self.edges, value)] += 1
         self.total += value
 
+    @property
+    def mean(self) -> float:
+        """0 of no value."""
+        return self.total / max(1, sum(self.counts))
+
 
 @dataclass
 class Counters:
@@ -45,9 +57,17 @@ class Counters:
     attention_recall: Buckets = field(default_factory=lambda: Buckets(RATIO_EDGES))
     recall_seconds: Buckets = field(default_factory=lambda: Buckets(SECONDS_EDGES))
     last_audit: Audit | None = None
+    quantization_errors: dict[str, Buckets] = field(
+        default_factory=lambda: {side: Buckets(ERROR_EDGES) for side in SIDES}
+    )
     backpressure: int = 0
     checksum_failures: int = 0
     pins_refused: int = 0
+
+    def measured(self, errors: ErrorRatios) -> None:
+        """A page that was just encoded was compared with its exact bytes."""
+        for side, ratio in zip(SIDES, errors, strict=True):
+            self.quantization_errors[side].add(ratio)
 
     def audited(self, audit: Audit) -> None:
         """A worker compared what it attended with what it would have attended over all pages."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tierkv.geometry import Geometry
 from tierkv.protocol import Audit, Plan, Result, SessionOptions, SessionState
+from tierkv.quant.quality import ErrorRatios
 from tierkv.regions import Run
 
 RequestToken = int
@@ -136,10 +137,13 @@ class Draining(NamedTuple):
 
 
 class MoveDone(NamedTuple):
-    """`checksum` of the destination where it is a host replica; `state_floats` where a codec state was fitted."""
+    """`checksum` of the destination where it is a host replica; `errors` of a page that was encoded, if it was measured
+    (see `quant.quality`).
+    """
 
     move: int
     checksum: int = 0
+    errors: ErrorRatios | None = None
 
 
 class MoveFailed(NamedTuple):
@@ -209,7 +213,10 @@ class Summarize(NamedTuple):
 
 
 class FitCodec(NamedTuple):
-    """Fit the codec's per-model state from exact HBM pages and write it at `dst` in HBM."""
+    """Fit the codec's per-model state from exact HBM pages and write it at `dst` in HBM.
+
+    Pages that are not finite are left out; `MoveFailed` says `non-finite` when no page is left.
+    """
 
     move: int
     geometry: Geometry

@@ -42,7 +42,7 @@ def brain_config(config: DaemonConfig, hbm_bytes: int, host_bytes: int, epoch: i
         hbm_bytes=hbm_bytes,
         host_bytes=host_bytes,
         epoch=epoch,
-        codec=config.codec,
+        codec=config.low_bit_form,
         policy=policy_of(config.policy, config.policy_settings) if config.policy_settings else config.policy,
         page_tokens=config.page_tokens,
         straddle=config.layout == "straddling",
@@ -86,7 +86,7 @@ class Incarnation:
             if removed:
                 log.info("removed what a dead owner left: %s", ", ".join(removed))
             self.epoch = statedir.next_epoch(config.state_dir)
-            self.metrics_ = Metrics(self.epoch, self._snapshot)
+            self.metrics_ = Metrics(self.epoch, self._snapshot, config.low_bit_form)
             self.service = Service(
                 self._service_config(), self._brain, self.metrics_, on_move=self.metrics_.moved
             )
@@ -130,7 +130,7 @@ class Incarnation:
             "state_dir": str(self.config.state_dir),
             "hbm_bytes": service.hbm_bytes,
             "host_bytes": service.host_bytes,
-            "codec": self.config.codec,
+            "codec": self.config.low_bit_form,
             "policy": self.config.policy,
             "page_tokens": self.config.page_tokens,
             "config": self.config.model_dump(mode="json"),
@@ -184,13 +184,14 @@ class Incarnation:
             hbm_bytes=config.hbm,
             host_bytes=config.host,
             epoch=self.epoch,
-            codec=config.codec,
+            codec=config.low_bit_form,
             page_tokens=config.page_tokens,
             straddle=config.layout == "straddling",
             observe_every=config.observe_every,
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
             digest_layers=(config.digest_layers or ALL_LAYERS) if config.digest_share else 0,
+            measure_every=config.measure_every,
         )
 
     def _brain(self, sizes: ServiceConfig) -> BrainLike:

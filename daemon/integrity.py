@@ -82,6 +82,9 @@ def _check_pages(state: State) -> None:
         )
         assert (pages.host[slot] != NOWHERE) == (pages.host_kind[slot] != Kind.NONE)
         assert kind == Kind.EXACT or pages.exact[slot] == NOWHERE
+        assert not pages.lossy[slot] or (
+            pages.exact[slot] == NOWHERE and pages.host_kind[slot] != Kind.EXACT
+        ), "a page without exact bytes has an exact replica: it was made from a lossy one"
         assert pages.digest[slot] == NOWHERE or kind == Kind.NONE or pages.goal[slot] == Goal.HOST, (
             "a page in HBM keeps a digest"
         )

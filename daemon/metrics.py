@@ -71,9 +71,10 @@ class Metrics:
     Args:
         epoch: of this owner.
         snapshot: the latest one, `None` before the first; called at each scrape, must not wait.
+        codec: name of the owner's low-bit form.
     """
 
-    def __init__(self, epoch: int, snapshot: Callable[[], Snapshot | None]) -> None:
+    def __init__(self, epoch: int, snapshot: Callable[[], Snapshot | None], codec: str = "k3v2") -> None:
         self.registry = CollectorRegistry()
         own = self.registry
         self._requests = Histogram(
@@ -99,7 +100,7 @@ class Metrics:
             self._refused.labels(code)
         for pair in MOVES:
             self._moves.labels(*pair)
-        own.register(_FromSnapshot(snapshot))
+        own.register(_FromSnapshot(snapshot, codec))
 
     def text(self) -> bytes:
         """Prometheus text format."""
@@ -138,8 +139,9 @@ class Metrics:
 class _FromSnapshot(Collector):
     """Gauges and totals of the latest snapshot."""
 
-    def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
+    def __init__(self, latest: Callable[[], Snapshot | None], codec: str) -> None:
         self._latest = latest
+        self._codec = codec
 
     def collect(self) -> Iterator[Metric]:
         now = self._latest() or EMPTY
@@ -199,12 +201,20 @@ class _FromSnapshot(Collector):
             {(outcome,): count for outcome, count in list(counters.prefetched.items())}, ((o,) for o in OUTCOMES),
         )  # fmt: skip
         yield _histogram(
-            "attention_recall_ratio", "Audits: share of attention over all pages that was attended.",
-            counters.attention_recall,
+            "attention_recall_ratio", "Audits: share of attention over all pages that was attended.", [],
+            {(): counters.attention_recall},
         )  # fmt: skip
         yield _histogram(
-            "recall_seconds", "From a step's request for pages to its answer.", counters.recall_seconds
+            "recall_seconds",
+            "From a step's request for pages to its answer.",
+            [],
+            {(): counters.recall_seconds},
         )
+        yield _histogram(
+            "quantization_error_ratio", "Pages measured when encoded: squared error over squared norm.",
+            ["codec", "side"],
+            {(self._codec, side): ratios for side, ratios in counters.quantization_errors.items()},
+        )  # fmt: skip
         audit = counters.last_audit
         for gauge, share, meaning in (
             (
@@ -222,11 +232,14 @@ class _FromSnapshot(Collector):
         yield _score_histogram(now)
 
 
-def _histogram(name: str, what: str, buckets: Buckets) -> HistogramMetricFamily:
-    below = list(accumulate(buckets.counts))
-    edges = [*(str(edge) for edge in buckets.edges), "+Inf"]
-    family = HistogramMetricFamily(f"tierkv_{name}", what)
-    family.add_metric([], list(zip(edges, map(float, below), strict=True)), sum_value=buckets.total)
+def _histogram(
+    name: str, what: str, labels: list[str], values: Mapping[Key, Buckets]
+) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(f"tierkv_{name}", what, labels=labels)
+    for key, buckets in values.items():
+        below = accumulate(buckets.counts)
+        edges = [*(str(edge) for edge in buckets.edges), "+Inf"]
+        family.add_metric(key, list(zip(edges, map(float, below), strict=True)), sum_value=buckets.total)
     return family
 
 

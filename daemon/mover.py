@@ -7,11 +7,12 @@ that belong to another page, are refused and never reach attention.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from tierkv.pool import KEY_MASK, checksum
 from tierkv.prefetch.digests import digest_shape
 from tierkv.prefetch.digests import write as write_digest
 from tierkv.quant.contract import Codec, NonFiniteValues
+from tierkv.quant.quality import ErrorRatios, error_ratios
 from tierkv.table import Kind
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class Mover:
 
     Args:
         post: gets every result; called from the mover's thread.
+        measure_every: of so many pages encoded, the first one is decoded again and compared with its exact bytes; 0
+            measures none.
     """
 
     def __init__(
@@ -62,11 +66,14 @@ class Mover:
         codec: Codec,
         post: Callable[[MoveDone | MoveFailed], None],
         on_move: OnMove | None = None,
+        measure_every: int = 0,
     ) -> None:
         self._pools = pools
         self._codec = codec
         self._post = post
         self._on_move = on_move
+        self._measure_every = measure_every
+        self._encoded = 0
         self._queue: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unfinished = 0
@@ -122,12 +129,15 @@ class Mover:
         """
         scoring.warm_up()
         dtypes: tuple[DTypeName, ...] = ("bfloat16", "float16", "float32")
-        for dtype in dtypes:
+        for codec, dtype in itertools.product(self._codec.members(), dtypes):
             geometry = Geometry(1, 1, WARM_UP_HEAD_DIM, dtype)
             page = np.zeros(geometry.page_bytes, np.uint8)
-            state = self._codec.fit_state(geometry, [page], [1])
-            packed = np.empty(self._codec.page_bytes(geometry), np.uint8)
-            self._codec.encode(geometry, page, geometry.page_tokens, state, packed)
+            state = codec.fit_state(geometry, [page], [1])
+            packed = np.empty(codec.page_bytes(geometry), np.uint8)
+            codec.encode(geometry, page, geometry.page_tokens, state, packed)
+            if self._measure_every:
+                codec.decode(geometry, packed, geometry.page_tokens, state, page)
+                error_ratios(geometry, page, page, geometry.page_tokens)
             shape = digest_shape(geometry, 0)
             write_digest(shape, page, geometry.page_tokens, np.empty(shape.nbytes, np.uint8))
 
@@ -206,7 +216,19 @@ class Mover:
         if not in_place:
             pool.write(move.dst, out)
         done = self._published(move.move, move.dst_pool, out, move.key)
+        done = done._replace(errors=self._measured(move, source, out, state))
         return done, move.src_pool, "quantized" if move.dst_pool == "hbm" else move.dst_pool, size
+
+    def _measured(
+        self, move: Quantize, exact: Bytes, packed: Bytes, state: NDArray[np.float32]
+    ) -> ErrorRatios | None:
+        """What the low-bit form loses of this page, if it is one of those that are measured."""
+        number, self._encoded = self._encoded, self._encoded + 1
+        if not self._measure_every or number % self._measure_every:
+            return None
+        decoded = np.empty(move.geometry.page_bytes, np.uint8)
+        self._codec.decode(move.geometry, packed, move.count, state, decoded)
+        return error_ratios(move.geometry, exact, decoded, move.count)
 
     def _summarize(self, move: Summarize) -> tuple[MoveDone, str, str, int]:
         geometry, low_bit = move.geometry, move.src_kind == Kind.QUANTIZED
@@ -232,7 +254,7 @@ class Mover:
     def _fit(self, move: FitCodec) -> tuple[MoveDone, str, str, int]:
         hbm = self._pool("hbm")
         pages = [hbm.read(offset, move.geometry.page_bytes) for offset in move.pages]
-        state = self._codec.fit_state(move.geometry, pages, move.counts)
+        state = self._fitted(move.geometry, pages, move.counts)
         floats = self._codec.state_floats(move.geometry)
         if state.dtype != np.float32 or state.size != floats:
             raise ValueError(
@@ -242,6 +264,23 @@ class Mover:
             raise NonFiniteValues("the codec's state is not finite")
         hbm.write(move.dst, np.ascontiguousarray(state).reshape(-1).view(np.uint8))
         return MoveDone(move.move), "hbm", "codec", 4 * floats
+
+    def _fitted(self, geometry: Geometry, pages: list[Bytes], counts: Sequence[int]) -> NDArray[np.float32]:
+        """The state from the pages that the codec takes. Raises `NonFiniteValues` when it takes none."""
+        try:
+            return self._codec.fit_state(geometry, pages, counts)
+        except NonFiniteValues:
+            sound = [pair for pair in zip(pages, counts, strict=True) if self._can_fit(geometry, *pair)]
+            if not sound:
+                raise
+            return self._codec.fit_state(geometry, [page for page, _ in sound], [count for _, count in sound])
+
+    def _can_fit(self, geometry: Geometry, page: Bytes, count: int) -> bool:
+        try:
+            self._codec.fit_state(geometry, [page], [count])
+        except NonFiniteValues:
+            return False
+        return True
 
     def _pool(self, name: str) -> BytePool:
         pool = self._pools.get(name)

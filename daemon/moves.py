@@ -154,7 +154,7 @@ class Moves:
         source = int(pages.host[slot])
         if pages.host_kind[slot] == Kind.QUANTIZED:
             return self._copy(slot, Act.RECALL, "host", source, "hbm", model.quant)
-        return self._quantize(slot, Act.RECALL, "host", source, "hbm")
+        return self._quantize(slot, Act.RECALL, "hbm")
 
     def _relocate(self, slot: int) -> bool:
         if self.running(slot, Act.RELOCATE):
@@ -234,14 +234,14 @@ class Moves:
         pages = self.state.pages
         if pages.refused[slot] or not self.state.model_of(slot).ready:
             return False
-        return self._quantize(slot, Act.ENCODE, "hbm", int(pages.exact[slot]), "hbm")
+        return self._quantize(slot, Act.ENCODE, "hbm")
 
     def compress(self, slot: int) -> bool:
         """Replace a cold page's exact host replica by its low-bit form (flagged lossy)."""
         pages = self.state.pages
         if not self.state.model_of(slot).ready or pages.refused[slot]:
             return False
-        return self._quantize(slot, Act.COMPRESS, "host", int(pages.host[slot]), "host")
+        return self._quantize(slot, Act.COMPRESS, "host")
 
     def digest(self, slot: int) -> bool:
         """Make the digest of a page whose host replica exists. False when digests are off or have no room."""
@@ -307,10 +307,19 @@ class Moves:
         self._charge(size)
         return True
 
-    def _quantize(self, slot: int, act: Act, src_pool: Pool, src: int, dst_pool: Pool) -> bool:
+    def _exact_source(self, slot: int) -> tuple[Pool, int] | None:
+        """Where exact bytes of the page lie. Nothing else is ever encoded, so losses cannot add up."""
+        pages = self.state.pages
+        if pages.exact[slot] != NOWHERE:
+            return "hbm", int(pages.exact[slot])
+        return ("host", int(pages.host[slot])) if pages.host_kind[slot] == Kind.EXACT else None
+
+    def _quantize(self, slot: int, act: Act, dst_pool: Pool) -> bool:
         state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        if not model.ready:
+        source = self._exact_source(slot)
+        if not model.ready or source is None:
             return False
+        src_pool, src = source
         destination = self._reserve(dst_pool, model.quant, slot)
         if destination is None:
             return False
@@ -452,15 +461,18 @@ class Moves:
         if move.act is Act.FIT:
             model = state.model_of(slot)
             model.fitting, model.fit_after = False, state.now + RETRY_SECONDS
+            if reason == "non-finite":  # none of them can be fitted from, nor encoded
+                pages.refused[[slot, *move.others]] = True
             state.forget_model(model)
         elif move.act is not Act.FORK:
             state.pool(move.pool).release(move.size_class, move.destination)
         if not pages.doomed[slot] and move.act not in (Act.FIT, Act.FORK):
             if reason == "non-finite":
-                pages.refused[slot] = True
+                pages.refused[slot] = True  # not tried again, so it need not rest: it may leave HBM at once
+            else:
+                pages.retry_at[slot] = state.now + RETRY_SECONDS
             if reason == "checksum" and pages.host[slot] != NOWHERE:  # two moves may have read it
                 self._lose_host_replica(slot)
-            pages.retry_at[slot] = state.now + RETRY_SECONDS
             if move.act is Act.DIGEST and pages.goal[slot] == Goal.HOST and pages.host[slot] != NOWHERE:
                 if not pages.moving[slot]:
                     self._switch(slot, Kind.NONE)  # without a digest; it is tried again later

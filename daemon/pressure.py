@@ -5,10 +5,11 @@ watermark or a reservation that did not fit, and a session's own budget. Room is
 first within each:
 
 1. exact pages become low-bit: five sixths of a frame for almost no loss, so this comes before any page leaves HBM;
-2. where no low-bit slot is left, the coldest page of either kind goes to host;
-3. where no exact page may give way, a low-bit frame is given back: the coldest low-bit pages go to host and the
+2. pages that the codec refused (values that are not finite) go to host: each holds the frame of several low-bit ones;
+3. where no low-bit slot is left, the coldest page of either kind goes to host;
+4. where no exact page may give way, a low-bit frame is given back: the coldest low-bit pages go to host and the
    emptiest frame's pages move into the slots that this leaves;
-4. as a last resort, pages of the recent window become low-bit too.
+5. as a last resort, pages of the recent window become low-bit too.
 
 The order differs from "the lowest-scored page gives up its fastest replica" in one point, on purpose: a page is not
 sent to host while a higher-scored one is still exact (docs/decisions/0004).
@@ -19,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.daemon.moves import Moves
-from tierkv.daemon.pages import Goal, Guard, Ladder
+from tierkv.daemon.pages import Goal, Guard, Ladder, Reason
 from tierkv.daemon.scoring import Scores, Slots
 from tierkv.daemon.sessions import Model, Session
 from tierkv.daemon.state import State
@@ -158,9 +159,10 @@ class Pressure:
         slots, pages = session.pages.view, self._state.pages
         going = (pages.goal[slots] == Goal.QUANTIZED) & (pages.kind[slots] == Kind.EXACT)
         saved = session.model.exact.item - session.model.quant.item
-        gone = (pages.goal[slots] == Goal.HOST) & (pages.kind[slots] == Kind.QUANTIZED)
+        gone = pages.kind[slots[pages.goal[slots] == Goal.HOST]]
         coming = int(going.sum()) * saved + int(pages.coming[slots[going]].sum())
-        coming += int(gone.sum()) * session.model.quant.item + session.retiring_bytes
+        coming += int((gone == Kind.QUANTIZED).sum()) * session.model.quant.item + session.retiring_bytes
+        coming += int((gone == Kind.EXACT).sum()) * session.model.exact.item
         return wanted - self.budget_room(session) - coming
 
     # Making room ---------------------------------------------------------------------------------------------
@@ -168,6 +170,7 @@ class Pressure:
     def _shrink_pool(self, missing: int) -> None:
         everything = self._state.pages.slots()
         missing = self.quantize_or_drop(everything, missing, Guard.ATTENDABLE)
+        missing -= self._send_out_refused(everything, missing, "pressure")
         if missing > 0 and not self._moves.full() and not self._coldest_out(everything):
             emptied = self._empty_frames(missing)
             if not emptied and not self._moves.flying and not self._state.retirements:
@@ -214,10 +217,24 @@ class Pressure:
         ready = self._scores.idle(among)
         ready = ready[(pages.ladder[ready] == Ladder.TIERED) & (pages.kind[ready] != Kind.NONE)]
         waiting = ready[(pages.kind[ready] == Kind.EXACT) & (pages.guard[ready] <= Guard.ATTENDABLE)]
+        waiting = waiting[~pages.refused[waiting]]
         if not len(waiting):
             return False
         coming = self.frames_coming() + self._slots_coming(self._state.model_of(int(waiting[0])))
         return coming > 0 or bool(self._send_out(ready[pages.guard[ready] == Guard.NONE], wanted=1))
+
+    def _send_out_refused(self, among: Slots, missing: int, reason: Reason) -> int:
+        """Exact pages that cannot become low-bit leave HBM as they are, coldest first. Returns bytes of frames."""
+        state, pages = self._state, self._state.pages
+        ready = self._scores.idle(among)
+        ready = ready[pages.refused[ready] & (pages.kind[ready] == Kind.EXACT)]
+        ready = ready[(pages.ladder[ready] == Ladder.TIERED) & (pages.guard[ready] == Guard.NONE)]
+        sent = 0
+        for slot in self._scores.coldest_first(ready):
+            if sent >= missing or self._moves.full() or not self._moves.demote(slot, Goal.HOST, reason):
+                break
+            sent += state.model_of(slot).exact.frame
+        return sent
 
     def _send_out(self, ready: Slots, wanted: int) -> int:
         """The `wanted` coldest of `ready` leave HBM, as far as they can now. Returns how many."""
@@ -301,6 +318,8 @@ class Pressure:
         for guard in (Guard.ATTENDABLE, Guard.RECENT):
             frames = -(-missing // saved) * model.exact.frame
             left = self.quantize_or_drop(own, frames, guard) // model.exact.frame * saved
+            frames = -(-left // model.exact.item) * model.exact.frame if left > 0 else 0
+            left -= self._send_out_refused(own, frames, "budget") // model.exact.frame * model.exact.item
             if left <= 0:
                 return
             ready = self._scores.idle(own)
@@ -341,7 +360,7 @@ class Pressure:
                     break
 
     def fit(self, model: Model, at_least: int = 1) -> None:
-        """Start fitting a model's codec state from its exact pages; sinks are left out where others exist."""
+        """Start fitting a model's codec state from its exact pages: never from refused ones, from sinks if need be."""
         pages = self._state.pages
         if model.fitting or model.state_offset == NOWHERE or model.fit_after > self._state.now:
             return
@@ -349,6 +368,7 @@ class Pressure:
             pages.live
             & pages.sealed
             & ~pages.doomed
+            & ~pages.refused
             & (pages.model == model.index)
             & (pages.exact != NOWHERE)
         )

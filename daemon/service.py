@@ -61,6 +61,7 @@ class ServiceConfig:
     lease_seconds: float = 10.0
     heartbeat_seconds: float = 2.0
     digest_layers: int = 0  # as workers are told: 0 for no digests
+    measure_every: int = 0  # see `Mover`
 
 
 BrainFactory = Callable[[ServiceConfig], BrainLike]
@@ -122,8 +123,9 @@ class Service:
         self._open.callback(self._close_pools)
         self._registry = registry.Registry(config.state_dir)
         self.mover = Mover(
-            self._pools, get_codec(config.codec), lambda result: self.loop.post(result), self._on_move
-        )
+            self._pools, get_codec(config.codec), lambda result: self.loop.post(result), self._on_move,
+            config.measure_every,
+        )  # fmt: skip
         self.brain = self._brain_factory(config)
         self.loop = OwnerLoop(
             socket_path(config.state_dir, REQUEST_SOCKET), self.brain, self.mover, config.epoch,

@@ -74,14 +74,16 @@ class Snapshot:
             "prefetched_wasted": counters.prefetched["wasted"],
             "needed_but_cold_pages": counters.needed_cold,
             "audits": sum(counters.attention_recall.counts),
-            "attention_recall": counters.attention_recall.total
-            / max(1, sum(counters.attention_recall.counts)),
+            "attention_recall": counters.attention_recall.mean,
+            "measured_pages": sum(counters.quantization_errors["keys"].counts),
             "dropped_pages": counters.dropped_pages.total(),
             "lost_pages": counters.lost_pages,
             "moved_pages": counters.moved_pages.total(),
             "failed_moves": counters.failed_moves.total(),
             "backpressure": counters.backpressure,
         }
+        for side, ratios in counters.quantization_errors.items():
+            values[f"quantization_error_{side}"] = ratios.mean
         for tier in TIERS:
             values[f"pages_{tier}"] = by_tier[tier]
             values[f"bytes_{tier}"] = self.tier_bytes.get(tier, 0)

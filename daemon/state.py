@@ -20,7 +20,7 @@ from tierkv.daemon.pages import PageStore
 from tierkv.daemon.policy import Policy, Thresholds
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.sessions import Client, Model, Session
-from tierkv.errors import BudgetTooSmall, GeometryMismatch, UnknownSession
+from tierkv.errors import BudgetTooSmall, ConfigError, GeometryMismatch, UnknownSession
 from tierkv.geometry import Geometry, fingerprint
 from tierkv.prefetch.digests import digest_shape
 from tierkv.protocol import BlankPage, PageChange, PageEntry, Plan, TableState
@@ -157,7 +157,13 @@ class State:
     # Models --------------------------------------------------------------------------------------------------
 
     def register_model(self, model_id: str, geometry: Geometry) -> Model:
-        """The model of this id and geometry, new or known. Raises `BudgetTooSmall`, `GeometryMismatch`."""
+        """The model of this id and geometry, new or known.
+
+        Raises:
+            GeometryMismatch: its pages hold another number of tokens than this daemon's.
+            BudgetTooSmall: the pool does not hold two of its pages.
+            ConfigError: the codec cannot pack them.
+        """
         key = fingerprint(geometry, model_id, self.config.codec)
         if key in self.models:
             return self.models[key]
@@ -165,7 +171,12 @@ class State:
             raise GeometryMismatch(
                 f"pages of {geometry.page_tokens} tokens; this daemon's pages hold {self.config.page_tokens}"
             )
-        frame = aligned(geometry.page_bytes)
+        frame, packed = aligned(geometry.page_bytes), self.codec.page_bytes(geometry)
+        if packed > frame:
+            raise ConfigError(
+                f"a page of {self.codec.name} takes {packed:,} bytes, more than the {frame:,} of an exact one: "
+                "let fewer layers be exact"
+            )
         if 2 * frame > self.hbm.size:
             raise BudgetTooSmall(
                 f"the HBM pool of {self.hbm.size:,} bytes holds {self.hbm.size // frame} pages of {frame:,} bytes; "
@@ -175,7 +186,7 @@ class State:
         model = Model(
             key, self._model_index, model_id, geometry,
             exact=SizeClass(frame, frame),
-            quant=SizeClass(frame, min(frame, aligned(self.codec.page_bytes(geometry)))),
+            quant=SizeClass(frame, min(frame, aligned(packed))),
             digest=SizeClass(frame, min(frame, digest_shape(geometry, self.config.digest_layers).nbytes)),
             state_bytes=4 * self.codec.state_floats(geometry),
         )  # fmt: skip

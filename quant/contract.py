@@ -2,8 +2,8 @@
 
 A codec turns the exact bytes of one page, `[layers, 2, kv_heads, page_tokens, head_dim]` in the geometry's dtype, into
 `page_bytes(geometry)` packed bytes and back. It is a pure function of its arguments: no clock, no global, no thread.
-It may need a small float32 state per model (k3v2: the mean key of each layer and head), fitted once from exact pages
-and then frozen, which pages of all sessions of the model share.
+It may need a small float32 state per model (the rotated family: the mean key of each layer and head), fitted once from
+exact pages and then frozen, which pages of all sessions of the model share.
 
 Every codec exists twice: a readable torch reference (`reference_encode`, `reference_decode`) and numba kernels
 (`encode`, `decode`), which agree bit for bit on packed bytes, and to the rounding of float32 on decoded values.
@@ -14,16 +14,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.quant.moments import Moments
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+
+
+class LayerBlock(NamedTuple):
+    """`code`, `layer` and `num_layers` are arguments of the fused kernels. Their `page` starts `start` bytes into the
+    packed page, and their `state` is that slice of the codec's.
+    """
+
+    code: int
+    start: int
+    state: slice
+    layer: int
+    num_layers: int
 
 
 class Codec(ABC):
@@ -33,7 +46,7 @@ class Codec(ABC):
     code: ClassVar[int]
     """Small integer by which kernels dispatch; never reused for another format."""
     takes_moments: ClassVar[bool] = False
-    """Whether `fit_moments` may be called: the state is then better than that of `fit_state`."""
+    """Whether the state of `fit_moments` is better than that of `fit_state`."""
 
     @abstractmethod
     def page_bytes(self, geometry: Geometry) -> int:
@@ -52,8 +65,8 @@ class Codec(ABC):
         return np.zeros(0, np.float32)
 
     def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
-        """The per-model state from what was observed of the model (`tierkv calibrate`), if the codec takes moments."""
-        raise NotImplementedError
+        """The per-model state from what was observed of the model (`tierkv calibrate`)."""
+        return self.fit_state(geometry, [], [])
 
     @abstractmethod
     def encode(self, geometry: Geometry, exact: Bytes, count: int, state: Floats, out: Bytes) -> None:
@@ -75,9 +88,35 @@ class Codec(ABC):
     def reference_decode(self, geometry: Geometry, packed: Bytes, count: int, state: Floats) -> Floats:
         """`[layers, 2, kv_heads, page_tokens, head_dim]` float32, in plain torch."""
 
+    def kernel_code(self, geometry: Geometry) -> int:
+        """What the fused kernels want as `code`; other than `code` only where the format depends on the page dtype."""
+        return self.code
+
+    def layer_block(self, geometry: Geometry, layer: int) -> LayerBlock:
+        """Where the fused kernels find one layer of a packed page, and what they have to be told."""
+        code, floats = self.kernel_code(geometry), self.state_floats(geometry)
+        return LayerBlock(code, 0, slice(0, floats), layer, geometry.num_layers)
+
+    def members(self) -> tuple[Codec, ...]:
+        """The plain codecs it is made of."""
+        return (self,)
+
     def bits_per_value(self, geometry: Geometry) -> float:
         """Bits a value, all metadata of a full page counted."""
         return self.page_bytes(geometry) * 8 / geometry.values
+
+    def _packed(self, geometry: Geometry, buffer: Bytes) -> Bytes:
+        """The page at the start of a buffer.
+
+        Raises:
+            ConfigError: the buffer is too short.
+        """
+        size = self.page_bytes(geometry)
+        if buffer.size < size:
+            raise ConfigError(
+                f"a {self.name} page of this geometry takes {size} bytes, and the buffer has {buffer.size}"
+            )
+        return buffer[:size]
 
 
 class NonFiniteValues(ValueError):

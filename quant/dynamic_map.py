@@ -13,10 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.errors import ConfigError
-
-BLOCK: Final = 64
-"""Values that share a scale: the smallest that bitsandbytes offers on every device."""
+from tierkv.quant.blocks import BLOCK, bitsandbytes, normal_blocks
 
 
 def _dynamic_map() -> NDArray[np.float32]:
@@ -31,28 +28,17 @@ def _dynamic_map() -> NDArray[np.float32]:
 DYNAMIC_MAP: Final = _dynamic_map()
 
 
-def block_count(values: int) -> int:
-    """Blocks that `values` numbers take; the last may be short."""
-    return -(-values // BLOCK)
-
-
 def quantize(values: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Codes, shaped like `values`, and the largest magnitude of each block of the flattened values.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
     """
-    try:
-        from bitsandbytes.functional import quantize_blockwise
-    except ImportError as missing:
-        raise ConfigError(
-            "kivi2 stores its scales through bitsandbytes, which is not installed: pip install '.[kivi]' here, "
-            "or use the codec k3v2"
-        ) from missing
+    functional = bitsandbytes()
     import torch
 
-    flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
-    codes, state = quantize_blockwise(flat, code=torch.from_numpy(DYNAMIC_MAP), blocksize=BLOCK)
+    flat = torch.from_numpy(normal_blocks(values))
+    codes, state = functional.quantize_blockwise(flat, code=torch.from_numpy(DYNAMIC_MAP), blocksize=BLOCK)
     return codes.numpy().reshape(values.shape), state.absmax.numpy()
 
 

@@ -158,6 +158,20 @@ def load_float(typingctx: Any, data: Any, offset: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def load_half(typingctx: Any, data: Any, offset: Any) -> Any:
+    """The uint16 at byte `offset` of a contiguous uint8 array; any alignment, no bounds check."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        place = builder.bitcast(builder.gep(array.data, [args[1]]), ir.IntType(16).as_pointer())
+        return builder.load(place, align=1)
+
+    if isinstance(data, types.Array) and data.dtype == types.uint8 and isinstance(offset, types.Integer):
+        return types.uint16(data, types.intp), emit
+    return None
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def store_float(typingctx: Any, data: Any, offset: Any, value: Any) -> Any:
     """Write a float32 at byte `offset` of a contiguous uint8 array; any alignment, no bounds check."""
 

@@ -5,9 +5,10 @@ The order of calls for one KV head and its G query heads (G from 1 to 16; all ar
     prepare_query(code, query, layer, head, num_layers, num_heads, page_tokens, head_dim, state, out_q, out_bias)
     for each packed page, `page` being a uint8 view that starts at the page's first byte:
         page_logits(code, page, layer, head, num_layers, num_heads, page_tokens, head_dim,
-                    count, out_q, out_bias, logits)
-        page_values(code, page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, weights, acc)
-    finish_values(code, acc, layer, head, num_layers, num_heads, page_tokens, head_dim, out)
+                    count, state, out_q, out_bias, logits)
+        page_values(code, page, layer, head, num_layers, num_heads, page_tokens, head_dim,
+                    count, state, weights, acc)
+    finish_values(code, acc, layer, head, num_layers, num_heads, page_tokens, head_dim, state, out)
 
     query, out_q  [G, head_dim]    query is not scaled by 1/sqrt(head_dim), and neither are the logits
     out_bias      [G]
@@ -17,7 +18,8 @@ The order of calls for one KV head and its G query heads (G from 1 to 16; all ar
                                    finish_values, which adds to `out` `[G, head_dim]`
     state         the codec's per-model state, flat; may be empty while no page is packed
 
-`code` is `Codec.code`. Nothing is allocated on the heap and nothing raises; arguments are not checked.
+`code` is `Codec.kernel_code`. Where a codec works in a space of its own, `prepare_query` and `finish_values` are the
+way in and out. Nothing is allocated on the heap and nothing raises; arguments are not checked.
 """
 
 from __future__ import annotations
@@ -26,19 +28,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.numba_setup import kernel
-from tierkv.quant import k3v2_fused, kivi2_fused
+from tierkv.quant import kivi2_fused, klt_fused, rotated_fused, rows_fused
+from tierkv.quant.codes import K3V2, KIVI2, KLT2, ROTATED2
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-K3V2 = 1
-KIVI2 = 2
-"""Codes of the codecs (`Codec.code`), as constants that kernels can dispatch on."""
+_rotated_query, _rotated_finish = rotated_fused.prepare_query, rotated_fused.finish_values
+_rotated_logits, _rotated_values = rotated_fused.page_logits, rotated_fused.page_values
+_klt_query, _klt_finish = klt_fused.prepare_query, klt_fused.finish_values
+_klt_logits, _klt_values = klt_fused.page_logits, klt_fused.page_values
+_kivi2_logits, _kivi2_values = kivi2_fused.page_logits, kivi2_fused.page_values
+_rows_logits, _rows_values = rows_fused.page_logits, rows_fused.page_values
 
-_k3v2_query, _kivi2_query = k3v2_fused.prepare_query, kivi2_fused.prepare_query
-_k3v2_logits, _kivi2_logits = k3v2_fused.page_logits, kivi2_fused.page_logits
-_k3v2_values, _kivi2_values = k3v2_fused.page_values, kivi2_fused.page_values
-_k3v2_finish, _kivi2_finish = k3v2_fused.finish_values, kivi2_fused.finish_values
+_ZERO = np.float32(0)
+
+
+@kernel()
+def _key_bits(code: int) -> int:
+    """Bits of a key in the rotated family, 0 for any other codec."""
+    if code == K3V2:
+        return 3
+    return 2 if code == ROTATED2 else 0
 
 
 @kernel()
@@ -48,26 +59,35 @@ def prepare_query(
     state: Floats, out_q: Floats, out_bias: Floats,
 ) -> None:  # fmt: skip
     """Once per query and KV head: `out_q` and `out_bias` are what `page_logits` wants."""
-    if code == K3V2:
-        _k3v2_query(query, layer, head, num_heads, state, out_q, out_bias)
-    elif code == KIVI2:
-        _kivi2_query(query, out_q, out_bias)
+    if _key_bits(code):
+        _rotated_query(query, layer, head, num_heads, state, out_q, out_bias)
+    elif code == KLT2:
+        _klt_query(query, layer, head, num_heads, state, out_q, out_bias)
+    else:  # the others work in the model's own space
+        out_q[:] = query
+        out_bias[:] = _ZERO
 
 
 @kernel()
 def page_logits(
     code: int, page: Bytes, layer: int, head: int,
     num_layers: int, num_heads: int, page_tokens: int, head_dim: int,
-    count: int, query: Floats, bias: Floats, logits: Floats,
+    count: int, state: Floats, query: Floats, bias: Floats, logits: Floats,
 ) -> None:  # fmt: skip
     """`logits[:, :count]` = products of the (prepared) queries with the page's first `count` keys."""
-    if code == K3V2:
-        _k3v2_logits(
-            page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, query, bias, logits
-        )
+    if _key_bits(code):
+        _rotated_logits(
+            page, layer, head, num_layers, num_heads, page_tokens, head_dim, _key_bits(code), count, query, bias, logits
+        )  # fmt: skip
+    elif code == KLT2:
+        _klt_logits(page, layer, head, num_heads, page_tokens, head_dim, count, state, query, bias, logits)
     elif code == KIVI2:
         _kivi2_logits(
             page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, query, bias, logits
+        )
+    else:
+        _rows_logits(
+            code, page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, query, bias, logits
         )
 
 
@@ -75,23 +95,35 @@ def page_logits(
 def page_values(
     code: int, page: Bytes, layer: int, head: int,
     num_layers: int, num_heads: int, page_tokens: int, head_dim: int,
-    count: int, weights: Floats, acc: Floats,
+    count: int, state: Floats, weights: Floats, acc: Floats,
 ) -> None:  # fmt: skip
     """`acc += weights[:, :count] @ values` in the codec's space."""
-    if code == K3V2:
-        _k3v2_values(page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, weights, acc)
+    if _key_bits(code):
+        _rotated_values(
+            page, layer, head, num_layers, num_heads, page_tokens, head_dim, _key_bits(code), count, weights, acc
+        )  # fmt: skip
+    elif code == KLT2:
+        _klt_values(page, layer, head, num_heads, page_tokens, head_dim, count, state, weights, acc)
     elif code == KIVI2:
         _kivi2_values(page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, weights, acc)
+    else:
+        _rows_values(
+            code, page, layer, head, num_layers, num_heads, page_tokens, head_dim, count, weights, acc
+        )
 
 
 @kernel()
 def finish_values(
     code: int, acc: Floats, layer: int, head: int,
     num_layers: int, num_heads: int, page_tokens: int, head_dim: int,
-    out: Floats,
+    state: Floats, out: Floats,
 ) -> None:  # fmt: skip
     """`out` gets the sums added, in the space of the model; `acc` is used up."""
-    if code == K3V2:
-        _k3v2_finish(acc, out)
-    elif code == KIVI2:
-        _kivi2_finish(acc, out)
+    if _key_bits(code):
+        _rotated_finish(acc, out)
+    elif code == KLT2:
+        _klt_finish(acc, layer, head, num_heads, state, out)
+    else:
+        for g in range(acc.shape[0]):
+            for channel in range(acc.shape[1]):
+                out[g, channel] += acc[g, channel]

@@ -10,22 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.numba_setup import kernel
-from tierkv.quant.dynamic_map import BLOCK, DYNAMIC_MAP
+from tierkv.quant.blocks import BLOCK
+from tierkv.quant.dynamic_map import DYNAMIC_MAP
 from tierkv.quant.floats import load_float
-from tierkv.quant.kivi2_kernels import CHANNELS, block_offset, header_offset, stored_float
+from tierkv.quant.kivi2_kernels import CHANNELS, block_offset, group_count, header_offset, stored_float
 from tierkv.quant.tiles import LANES, TERMS, add_rows, stack_bytes, stack_floats, unpack_integers
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 _ZERO = np.float32(0)
-
-
-@kernel(fastmath=True)
-def prepare_query(query: Floats, out_q: Floats, out_bias: Floats) -> None:
-    """A copy and no bias: this codec works in the model's own space."""
-    out_q[:] = query
-    out_bias[:] = _ZERO
 
 
 @kernel(fastmath=True)
@@ -88,7 +82,7 @@ def page_values(
     block = block_offset(layer, 1, head, num_layers, num_heads, page_tokens, head_dim)
     scale_header = header_offset(2, num_layers, num_heads, page_tokens, head_dim)
     zero_header = header_offset(3, num_layers, num_heads, page_tokens, head_dim)
-    spans = head_dim // CHANNELS
+    spans = group_count(head_dim)
     zeros = block + page_tokens * spans
     codes = zeros + page_tokens * spans
     place = (layer * num_heads + head) * page_tokens * spans
@@ -109,7 +103,7 @@ def page_values(
                 for g in range(groups):
                     factors[g * TERMS + term] = weights[g, token + term] * scale
                     offsets[g] += weights[g, token + term] * zero
-            for channel in range(span * CHANNELS, (span + 1) * CHANNELS, LANES):
+            for channel in range(span * CHANNELS, min(head_dim, (span + 1) * CHANNELS), LANES):
                 row = codes + token // 4 * head_dim + channel
                 unpack_integers(page, row, tile, 0, 1)
                 if terms > 4:
@@ -117,13 +111,5 @@ def page_values(
                 for g in range(groups):
                     add_rows(tile, 0, factors, g * TERMS, acc, g * head_dim + channel)
         for g in range(groups):
-            for channel in range(span * CHANNELS, (span + 1) * CHANNELS):
+            for channel in range(span * CHANNELS, min(head_dim, (span + 1) * CHANNELS)):
                 acc[g, channel] += offsets[g]
-
-
-@kernel(fastmath=True)
-def finish_values(acc: Floats, out: Floats) -> None:
-    """`out` gets `acc` added."""
-    for g in range(acc.shape[0]):
-        for channel in range(acc.shape[1]):
-            out[g, channel] += acc[g, channel]

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.numba_setup import kernel
-from tierkv.quant.dynamic_map import BLOCK, DYNAMIC_MAP
+from tierkv.quant.blocks import BLOCK
+from tierkv.quant.dynamic_map import DYNAMIC_MAP
 from tierkv.quant.floats import BFLOAT16, load_float, magnitude_bits, store_clamped, widen
 
 Words = NDArray[np.uint16] | NDArray[np.uint32]
@@ -18,10 +19,14 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 CHANNELS = 32
-"""Channels of a value group."""
+"""Channels of a value group; the last group of a token may have fewer (head_dim 80: 32, 32 and 16)."""
+
+RANGE = 2.0**127
+"""A group whose range reaches this is refused: three steps from its minimum could overflow."""
 
 _ZERO, _THREE = np.float32(0), np.float32(3)
 _INFINITY_BITS = np.uint32(0x7F800000)
+_RANGE_BITS = np.uint32(np.float32(RANGE).view(np.uint32))
 
 
 @kernel()
@@ -30,11 +35,17 @@ def _blocks(values: int) -> int:
 
 
 @kernel()
+def group_count(head_dim: int) -> int:
+    """Value groups of a token."""
+    return (head_dim + CHANNELS - 1) // CHANNELS
+
+
+@kernel()
 def header_offset(part: int, layers: int, heads: int, tokens: int, head_dim: int) -> int:
     """Byte offset of the block magnitudes of key scales (0), key zeros (1), value scales (2), value zeros (3), or of
     what follows them (4)."""
     keys = 4 * _blocks(layers * heads * head_dim)
-    values = 4 * _blocks(layers * heads * tokens * (head_dim // CHANNELS))
+    values = 4 * _blocks(layers * heads * tokens * group_count(head_dim))
     return min(part, 2) * keys + max(part - 2, 0) * values
 
 
@@ -44,7 +55,7 @@ def block_offset(
 ) -> int:
     """Byte offset of a block in the packed page; `side` 0 is keys, 1 values. Layer `layers` is the end of the page."""
     key_bytes = 2 * head_dim + tokens * (head_dim // 4)
-    value_bytes = 2 * tokens * (head_dim // CHANNELS) + (tokens + 3) // 4 * head_dim
+    value_bytes = 2 * tokens * group_count(head_dim) + (tokens + 3) // 4 * head_dim
     start = header_offset(4, layers, heads, tokens, head_dim) + layer * heads * (key_bytes + value_bytes)
     return start + head * key_bytes if side == 0 else start + heads * key_bytes + head * value_bytes
 
@@ -72,11 +83,11 @@ def _code(value: np.float32, scale: np.float32, zero: np.float32) -> np.uint8:
 @kernel()
 def measure(words: Words, kind: int, count: int, keys: Floats, values: Floats) -> bool:
     """Scales (index 0) and zeros (1) of keys `[2, layers, heads, head_dim]` and values
-    `[2, layers, heads, page_tokens, groups]`. False when a value is not finite."""
+    `[2, layers, heads, page_tokens, groups]`. False when a value is not finite or a group's range reaches RANGE."""
     layers, _, heads, _, head_dim = words.shape
     is_bfloat16 = kind == BFLOAT16
     low, high = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
-    largest = np.uint32(0)
+    largest, widest = np.uint32(0), np.uint32(0)
     for layer in range(layers):
         for head in range(heads):
             low[:], high[:] = np.float32(np.inf), np.float32(-np.inf)
@@ -88,16 +99,18 @@ def measure(words: Words, kind: int, count: int, keys: Floats, values: Floats) -
             for channel in range(head_dim):
                 keys[0, layer, head, channel] = high[channel] / _THREE - low[channel] / _THREE
                 keys[1, layer, head, channel] = low[channel]
+                widest = max(widest, magnitude_bits(high[channel] - low[channel]))
             for token in range(count):
-                for group in range(head_dim // CHANNELS):
+                for group in range(group_count(head_dim)):
                     bottom, top = np.float32(np.inf), np.float32(-np.inf)
-                    for channel in range(group * CHANNELS, (group + 1) * CHANNELS):
+                    for channel in range(group * CHANNELS, min(head_dim, (group + 1) * CHANNELS)):
                         value = widen(words[layer, 1, head, token, channel], is_bfloat16)
                         largest = max(largest, magnitude_bits(value))
                         bottom, top = min(bottom, value), max(top, value)
                     values[0, layer, head, token, group] = top / _THREE - bottom / _THREE
                     values[1, layer, head, token, group] = bottom
-    return bool(largest < _INFINITY_BITS)
+                    widest = max(widest, magnitude_bits(top - bottom))
+    return bool(largest < _INFINITY_BITS and widest < _RANGE_BITS)
 
 
 @kernel()
@@ -107,7 +120,7 @@ def pack(
 ) -> None:  # fmt: skip
     """Fill all blocks from the stored scales and zeros (`keys`, `values`) and their 8-bit codes."""
     layers, _, heads, tokens, head_dim = words.shape
-    groups = head_dim // CHANNELS
+    groups = group_count(head_dim)
     is_bfloat16 = kind == BFLOAT16
     packed[block_offset(0, 0, 0, layers, heads, tokens, head_dim) :] = 0
     for layer in range(layers):
@@ -146,7 +159,7 @@ def pack(
 def decode_page(packed: Bytes, count: int, words: Words, kind: int) -> None:
     """Unpack the first `count` tokens into `words` and zero the others."""
     layers, _, heads, tokens, head_dim = words.shape
-    groups = head_dim // CHANNELS
+    groups = group_count(head_dim)
     row = np.zeros(head_dim, np.float32)
     for layer in range(layers):
         for head in range(heads):

@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.numba_setup import kernel
+from tierkv.quant.columns import butterfly_2, butterfly_4, butterfly_8
+
+_ONE = np.float32(1)
 
 
 def block_sizes(head_dim: int) -> list[int]:
@@ -63,16 +66,15 @@ def apply_signs(x: NDArray[np.float32]) -> None:
 
 
 @kernel()
-def hadamard(x: NDArray[np.float32], lanes: int) -> None:
-    """H x in place for each of `lanes` interleaved vectors: `x` is `[head_dim * lanes]`, channel by channel."""
-    head_dim = x.shape[0] // lanes
+def hadamard(x: NDArray[np.float32]) -> None:
+    """H x in place, for `x` `[head_dim]`."""
     start = 0
-    while start < head_dim:
-        size = largest_block(head_dim - start)
-        block = x[start * lanes : (start + size) * lanes]
-        span = lanes
-        while span < size * lanes:
-            for low in range(0, size * lanes, 2 * span):
+    while start < x.shape[0]:
+        size = largest_block(x.shape[0] - start)
+        block = x[start : start + size]
+        span = 1
+        while span < size:
+            for low in range(0, size, 2 * span):
                 upper, lower = block[low : low + span], block[low + span : low + 2 * span]
                 for index in range(span):
                     a, b = upper[index], lower[index]
@@ -80,6 +82,32 @@ def hadamard(x: NDArray[np.float32], lanes: int) -> None:
                     lower[index] = a - b
             span *= 2
         scale = np.float32(1.0 / np.sqrt(np.float64(size)))
-        for index in range(size * lanes):
+        for index in range(size):
             block[index] *= scale
+        start += size
+
+
+@kernel()
+def hadamard_columns(columns: NDArray[np.float32], head_dim: int) -> None:
+    """The same of 16 vectors at once, in columns (`columns.py`); `head_dim` is a multiple of 8.
+
+    Three steps of the butterfly at a time (two or one at the end), so that columns are loaded and stored less often.
+    """
+    start = 0
+    while start < head_dim:
+        size = largest_block(head_dim - start)
+        scale = np.float32(1.0 / np.sqrt(np.float64(size)))
+        stride = 1
+        while stride < size:
+            radix = min(8, size // stride)
+            factor = scale if stride * radix == size else _ONE
+            for base in range(start, start + size, stride * radix):
+                for row in range(base, base + stride):
+                    if radix == 8:
+                        butterfly_8(columns, row, stride, factor)
+                    elif radix == 4:
+                        butterfly_4(columns, row, stride, factor)
+                    else:
+                        butterfly_2(columns, row, stride, factor)
+            stride *= radix
         start += size

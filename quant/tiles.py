@@ -30,16 +30,16 @@ _BYTES, _WORDS, _FLOATS = (ir.VectorType(scalar, LANES) for scalar in (_I8, _I32
 _MAY_FUSE = ("contract",)
 
 
-def _all_lanes(vector: Any, value: int) -> ir.Constant:
+def all_lanes(vector: Any, value: int) -> ir.Constant:
     return ir.Constant(vector, [value] * LANES)
 
 
 def _level(value: float) -> ir.Constant:
     """Every lane the bits of a float32."""
-    return _all_lanes(_WORDS, int(np.float32(value).view(np.uint32)))
+    return all_lanes(_WORDS, int(np.float32(value).view(np.uint32)))
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+def pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [index])
 
@@ -49,15 +49,15 @@ def _load_bytes(builder: Any, place: Any) -> Any:
     return builder.zext(builder.load(builder.bitcast(place, _BYTES.as_pointer()), align=1), _WORDS)
 
 
-def _load_floats(builder: Any, place: Any) -> Any:
+def load_floats(builder: Any, place: Any) -> Any:
     return builder.load(builder.bitcast(place, _FLOATS.as_pointer()), align=4)
 
 
-def _store_floats(builder: Any, place: Any, value: Any) -> None:
+def store_floats(builder: Any, place: Any, value: Any) -> None:
     builder.store(value, builder.bitcast(place, _FLOATS.as_pointer()), align=4)
 
 
-def _broadcast(builder: Any, value: Any) -> Any:
+def broadcast(builder: Any, value: Any) -> Any:
     single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_I32, 0))
     return builder.shuffle_vector(
         single, ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_WORDS, [0] * LANES)
@@ -65,30 +65,30 @@ def _broadcast(builder: Any, value: Any) -> Any:
 
 
 def _bit(builder: Any, words: Any, position: int) -> Any:
-    masked = builder.and_(words, _all_lanes(_WORDS, 1 << position))
-    return builder.icmp_unsigned("!=", masked, _all_lanes(_WORDS, 0))
+    masked = builder.and_(words, all_lanes(_WORDS, 1 << position))
+    return builder.icmp_unsigned("!=", masked, all_lanes(_WORDS, 0))
 
 
 def _with_sign(builder: Any, level: Any, words: Any, position: int) -> Any:
     """The level (as bits), negative where bit `position` of `words` is set."""
-    moved = builder.shl(words, _all_lanes(_WORDS, 31 - position))
-    sign = builder.and_(moved, _all_lanes(_WORDS, 0x80000000))
+    moved = builder.shl(words, all_lanes(_WORDS, 31 - position))
+    sign = builder.and_(moved, all_lanes(_WORDS, 0x80000000))
     return builder.bitcast(builder.or_(level, sign), _FLOATS)
 
 
-def _is_vector_of(array: Any, dtype: Any) -> bool:
+def is_vector_of(array: Any, dtype: Any) -> bool:
     return isinstance(array, types.Array) and array.dtype == dtype
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def unpack_levels_8(typingctx: Any, data: Any, low: Any, high: Any, signs: Any, tile: Any) -> Any:
     """Tile rows 0..7 from k3v2 key bytes at `low` (magnitudes of rows 0..3), `high` (rows 4..7) and `signs`."""
-    if not (_is_vector_of(data, types.uint8) and _is_vector_of(tile, types.float32)):
+    if not (is_vector_of(data, types.uint8) and is_vector_of(tile, types.float32)):
         return None
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pairs = [_load_bytes(builder, _pointer(context, builder, data, args[0], args[i])) for i in (1, 2)]
-        negative = _load_bytes(builder, _pointer(context, builder, data, args[0], args[3]))
+        pairs = [_load_bytes(builder, pointer(context, builder, data, args[0], args[i])) for i in (1, 2)]
+        negative = _load_bytes(builder, pointer(context, builder, data, args[0], args[3]))
         levels = [_level(level) for level in LEVELS_8]
         for row in range(8):
             words, position = pairs[row // 4], 2 * (row % 4)
@@ -96,8 +96,8 @@ def unpack_levels_8(typingctx: Any, data: Any, low: Any, high: Any, signs: Any, 
             outer = builder.select(low_bit, levels[3], levels[2])
             inner = builder.select(low_bit, levels[1], levels[0])
             value = _with_sign(builder, builder.select(high_bit, outer, inner), negative, row)
-            place = _pointer(context, builder, tile, args[4], ir.Constant(args[1].type, row * LANES))
-            _store_floats(builder, place, value)
+            place = pointer(context, builder, tile, args[4], ir.Constant(args[1].type, row * LANES))
+            store_floats(builder, place, value)
         return context.get_dummy_value()
 
     return types.void(data, types.intp, types.intp, types.intp, tile), emit
@@ -107,16 +107,16 @@ def _unpacker(name: str, doc: str, emit_value: Any) -> Any:
     """An intrinsic that spreads 16 bytes of four 2-bit codes over rows `row + k * step`, k = 0..3."""
 
     def typer(typingctx: Any, data: Any, offset: Any, tile: Any, row: Any, step: Any) -> Any:
-        if not (_is_vector_of(data, types.uint8) and _is_vector_of(tile, types.float32)):
+        if not (is_vector_of(data, types.uint8) and is_vector_of(tile, types.float32)):
             return None
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            words = _load_bytes(builder, _pointer(context, builder, data, args[0], args[1]))
+            words = _load_bytes(builder, pointer(context, builder, data, args[0], args[1]))
             lanes = ir.Constant(args[1].type, LANES)
             index = builder.mul(args[3], lanes)
             for part in range(4):
                 value = emit_value(builder, words, 2 * part)
-                _store_floats(builder, _pointer(context, builder, tile, args[2], index), value)
+                store_floats(builder, pointer(context, builder, tile, args[2], index), value)
                 index = builder.add(index, builder.mul(args[4], lanes))
             return context.get_dummy_value()
 
@@ -133,8 +133,8 @@ def _level_4(builder: Any, words: Any, position: int) -> Any:
 
 
 def _integer(builder: Any, words: Any, position: int) -> Any:
-    moved = builder.lshr(words, _all_lanes(_WORDS, position))
-    return builder.uitofp(builder.and_(moved, _all_lanes(_WORDS, 3)), _FLOATS)
+    moved = builder.lshr(words, all_lanes(_WORDS, position))
+    return builder.uitofp(builder.and_(moved, all_lanes(_WORDS, 3)), _FLOATS)
 
 
 unpack_levels_4 = _unpacker("unpack_levels_4", "k3v2 value codes as levels.", _level_4)
@@ -144,22 +144,22 @@ unpack_integers = _unpacker("unpack_integers", "2-bit codes as 0.0 .. 3.0.", _in
 @intrinsic  # type: ignore[untyped-decorator]
 def add_rows(typingctx: Any, tile: Any, row: Any, factors: Any, first: Any, sums: Any, start: Any) -> Any:
     """`sums[start + lane] += sum over k < 8 of factors[first + k] * tile[row + k, lane]`, indices into flat arrays."""
-    if not all(_is_vector_of(array, types.float32) for array in (tile, factors, sums)):
+    if not all(is_vector_of(array, types.float32) for array in (tile, factors, sums)):
         return None
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         intp = args[1].type
-        place = _pointer(context, builder, sums, args[4], args[5])
-        rows = _pointer(context, builder, tile, args[0], builder.mul(args[1], ir.Constant(intp, LANES)))
-        coefficients = _pointer(context, builder, factors, args[2], args[3])
-        totals = [_load_floats(builder, place), None]
+        place = pointer(context, builder, sums, args[4], args[5])
+        rows = pointer(context, builder, tile, args[0], builder.mul(args[1], ir.Constant(intp, LANES)))
+        coefficients = pointer(context, builder, factors, args[2], args[3])
+        totals = [load_floats(builder, place), None]
         for term in range(TERMS):
             factor = builder.load(builder.gep(coefficients, [ir.Constant(intp, term)]))
-            lanes = _load_floats(builder, builder.gep(rows, [ir.Constant(intp, term * LANES)]))
-            product = builder.fmul(_broadcast(builder, factor), lanes, flags=_MAY_FUSE)
+            lanes = load_floats(builder, builder.gep(rows, [ir.Constant(intp, term * LANES)]))
+            product = builder.fmul(broadcast(builder, factor), lanes, flags=_MAY_FUSE)
             chain = totals[term % 2]
             totals[term % 2] = product if chain is None else builder.fadd(product, chain, flags=_MAY_FUSE)
-        _store_floats(builder, place, builder.fadd(totals[0], totals[1]))
+        store_floats(builder, place, builder.fadd(totals[0], totals[1]))
         return context.get_dummy_value()
 
     return types.void(tile, types.intp, factors, types.intp, sums, types.intp), emit

@@ -135,6 +135,8 @@ def test_every_setting_of_the_table_exists_with_that_default() -> None:
             )
         elif name == "ray_address":
             assert (shown, default) == ("none", "")
+        elif name == "layer_codecs":
+            assert (shown, default) == ("none", {})
         elif name == "http_port":
             assert (shown, default) == ("any free one", 0)
         else:

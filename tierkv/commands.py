@@ -71,6 +71,7 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
                     for tier in ("hbm", "quantized", "host")
                 ),
                 ("pages dropped", f"{stats['pages_dropped']:,.0f}"),
+                *([("low-bit error", _loss(stats))] if stats["measured_pages"] else []),
             ]
         )
 
@@ -245,6 +246,11 @@ def _print_rows(rows: list[tuple[str, str]]) -> None:
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"{label:{width}}  {value}")
+
+
+def _loss(stats: dict[str, float]) -> str:
+    keys, values = stats["quantization_error_keys"], stats["quantization_error_values"]
+    return f"{keys:.1%} of keys, {values:.1%} of values ({stats['measured_pages']:,.0f} pages measured)"
 
 
 def _filled(stats: dict[str, float], pool: str) -> str:

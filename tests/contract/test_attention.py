@@ -24,7 +24,13 @@ from tierkv.table import Kind
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
-SHAPES = [("k3v2", 64), ("k3v2", 80), ("k3v2", 128), ("kivi2", 64), ("kivi2", 96), ("kivi2", 128)]
+LAYERED = ["k3v2,0=kivi2", "k3v2,-1=kivi2", "k3v2,0=exact", "rotated2,0=nf4,1=int8", "k3v2,0=klt2"]
+SHAPES = [
+    *(("k3v2", dim) for dim in (64, 80, 96, 128, 256)),
+    ("rotated2", 64), ("rotated2", 80), ("kivi2", 64), ("kivi2", 80), ("kivi2", 96), ("kivi2", 128),
+    ("int8", 64), ("int8", 96), ("nf4", 80), ("nf4", 128), ("exact", 64), ("exact", 80), ("klt2", 64), ("klt2", 96),
+    *((name, 64) for name in LAYERED),  # codecs of their own for the two layers
+]  # fmt: skip
 MASS_CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
@@ -171,6 +177,14 @@ class TestEveryAttention:
     ) -> None:
         case = make_case(head_dim, head_dim=head_dim, kv_heads=2, row_pages=(6, 1, 8), codec_name=codec_name)
         check_decode(implementation, case, 3, seed=head_dim)
+
+    @pytest.mark.parametrize("codec_name", quant.NAMES)
+    @pytest.mark.parametrize("dtype", ["float32", "float16"])
+    def test_decode_reads_packed_pages_of_every_dtype(
+        self, implementation: PagedAttention, dtype: DTypeName, codec_name: str
+    ) -> None:
+        case = make_case(9, dtype=dtype, kv_heads=2, row_pages=(4, 3), codec_name=codec_name)
+        check_decode(implementation, case, 2, seed=9)
 
     def test_more_query_heads_share_a_key_than_a_fused_kernel_takes_at_once(
         self, implementation: PagedAttention

@@ -26,7 +26,10 @@ from tierkv.attention.contract import READ_ALL, ColdSeen, PagedAttention
 from tierkv.geometry import DTypeName
 from tierkv.prefetch import digests
 
-SHAPES = [("k3v2", 64), ("k3v2", 80), ("k3v2", 128), ("kivi2", 64), ("kivi2", 128)]
+SHAPES = [
+    ("k3v2", 64), ("k3v2", 80), ("k3v2", 128), ("rotated2", 80), ("kivi2", 64), ("kivi2", 80), ("kivi2", 128),
+    ("int8", 96), ("nf4", 64), ("exact", 64),
+]  # fmt: skip
 
 
 class TestEveryAttentionOverColdPages:
@@ -79,7 +82,7 @@ class TestEveryAttentionOverColdPages:
         both = make_both(chunk, (pages,), (cold_pages,), read=2, dtype=dtype)
         check_prefill(implementation, both, chunk, window=4)
 
-    @pytest.mark.parametrize("codec_name", quant.NAMES)
+    @pytest.mark.parametrize("codec_name", [*quant.NAMES, "kivi2,0=k3v2"])
     def test_a_chunk_reads_packed_cold_pages(self, implementation: PagedAttention, codec_name: str) -> None:
         both = make_both(7, (3,), (9,), read=2, low=1.0, kv_heads=2, head_dim=128, codec_name=codec_name)
         check_prefill(implementation, both, 6, window=9)

@@ -221,6 +221,57 @@ def test_a_page_that_the_codec_refuses_stays_exact_and_is_not_tried_again() -> N
     assert refused <= 6, "each page is tried once"
 
 
+@pytest.mark.parametrize("budget_frames", [0, 6])
+@pytest.mark.parametrize("codec", ["k3v2", "kivi2"])
+def test_pages_that_are_not_finite_make_room_by_leaving_as_they_are(codec: str, budget_frames: int) -> None:
+    """Forty of them in ten frames (or under a budget of six): exact copies in host memory stand for them."""
+    w = world(hbm_frames=10, host_frames=200, codec=codec)
+    session = opened(w, hbm_budget=budget_frames * FRAME)
+    w.writes_poison = True
+    append(w, session, 40)
+    w.settle()
+    assert Kind.QUANTIZED not in kinds(session)
+    assert {row.host_kind for row in session.rows if row.kind == Kind.NONE} == {Kind.EXACT}
+    counters = w.brain.snapshot().counters
+    assert counters.dropped_pages.total() == 0
+    assert 0 < sum(n for (_, _, why), n in counters.failed_moves.items() if why == "non-finite") <= 40
+
+
+@pytest.mark.parametrize("budget_frames", [0, 8])
+def test_pages_that_are_not_finite_stay_exact_among_others_that_become_low_bit(budget_frames: int) -> None:
+    w = world(hbm_frames=10, host_frames=200)
+    session = opened(w, hbm_budget=budget_frames * FRAME)
+    for page in range(30):
+        w.writes_poison = page % 3 == 0
+        append(w, session, 1)
+    w.settle()
+    poisoned, others = kinds(session)[::3], [kind for i, kind in enumerate(kinds(session)) if i % 3]
+    assert set(others) == {Kind.EXACT, Kind.QUANTIZED}, "no page leaves HBM in place of one that was refused"
+    assert Kind.QUANTIZED not in poisoned
+    assert all(row.host_kind == Kind.EXACT for row in session.rows[::3] if row.kind == Kind.NONE)
+
+
+def test_a_codec_is_fitted_although_the_first_pages_are_not_finite() -> None:
+    w = world(hbm_frames=24, host_frames=0, backup="never")
+    broken, sound = opened(w), opened(w)
+    w.writes_poison = True
+    append(w, broken, 8)
+    w.writes_poison = False
+    append(w, sound, 60)
+    w.settle()
+    assert kinds(sound).count(Kind.QUANTIZED) > 30
+    assert set(kinds(broken)) == {Kind.EXACT}
+
+
+def test_a_model_without_a_layer_that_the_codec_names_is_refused_and_others_are_served() -> None:
+    """`SMALL` has two layers, `LARGE` three."""
+    w = world(hbm_frames=20, host_frames=100, codec="k3v2,2=kivi2")
+    result = w.ask(events.Opened, "a", "model", SMALL, SessionOptions())
+    assert isinstance(result, Failure) and result.code == "config"
+    assert "names layer 2, and this model has 2" in result.message
+    assert w.open("a", LARGE, SessionOptions()) is not None
+
+
 def test_a_stopped_worker_keeps_every_byte_it_could_write() -> None:
     w = world(hbm_frames=8, host_frames=50)
     w.attach("b")

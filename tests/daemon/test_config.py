@@ -385,3 +385,37 @@ def test_an_empty_policy_file_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERKV_POLICY_FILE", "")
     config = load_config().config
     assert (config.policy_file, config.policy, config.policy_settings) == (None, "memdecay", {})
+
+
+# Layers ----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_may_have_codecs_of_their_own_from_every_source(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_config().config.low_bit_form == "k3v2"
+    given = load_config({"layer_codecs": "-1=kivi2, 00=k3v2"}).config
+    assert given.layer_codecs == {"-1": "kivi2", "0": "k3v2"}
+    assert given.low_bit_form == "k3v2,0=k3v2,-1=kivi2"
+    monkeypatch.setenv("TIERKV_LAYER_CODECS", "3=kivi2")
+    assert load_config().config.low_bit_form == "k3v2,3=kivi2"
+    monkeypatch.delenv("TIERKV_LAYER_CODECS")
+    file.write_text('codec = "kivi2"\n[layer_codecs]\n0 = "k3v2"\n"-2" = "k3v2"\n')
+    from_file = load_config(file=file).config
+    assert from_file.low_bit_form == "kivi2,0=k3v2,-2=k3v2"
+    again = DaemonConfig(**json.loads(from_file.model_dump_json()))
+    assert again == from_file, "an owner restarts with what it was given"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("0=kivi3", "layer_codecs = '0=kivi3'.*has 'kivi3' for layer 0.*did you mean 'kivi2'"),
+        ("first=kivi2", "names 'first', which is not a layer"),
+        ("0", "is not a list of layers"),
+        ("0=kivi2,00=k3v2", "names a layer twice"),
+    ],
+)
+def test_a_layers_codec_that_cannot_be_is_refused(given: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config({"layer_codecs": given})

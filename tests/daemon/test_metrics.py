@@ -14,6 +14,7 @@ from tierkv.daemon.loop_contract import NoMetrics
 from tierkv.daemon.metrics import EMPTY, Metrics
 from tierkv.daemon.snapshot import Snapshot
 from tierkv.protocol import Audit
+from tierkv.quant.quality import ErrorRatios
 
 DESIGNED = {
     "tierkv_tier_bytes": {"tier"},
@@ -35,6 +36,7 @@ DESIGNED = {
     "tierkv_attention_recall_ratio_bucket": {"le"},
     "tierkv_needed_but_cold_pages_total": set(),
     "tierkv_recall_seconds_bucket": {"le"},
+    "tierkv_quantization_error_ratio_bucket": {"codec", "side", "le"},
     "tierkv_prefetch_pages_total": {"outcome"},
 }
 
@@ -71,6 +73,22 @@ def test_audits_fill_the_histogram_of_attention_recall() -> None:
     assert value(found, "tierkv_attention_recall_ratio_sum") == pytest.approx(3.22)
     assert value(found, "tierkv_attention_recall_last_ratio") == 1.0
     assert value(found, "tierkv_needed_but_cold_pages_total") == 8
+
+
+def test_measured_pages_fill_a_histogram_of_each_side_under_the_codecs_name() -> None:
+    counters = Counters()
+    for keys, values in ((0.004, 0.11), (0.006, 0.13), (1.5, 0.11)):
+        counters.measured(ErrorRatios(keys, values))
+    snapshot = replace(EMPTY, counters=counters)
+    found = samples(Metrics(1, lambda: snapshot, "kivi2"))
+    name, keys = "tierkv_quantization_error_ratio", {"codec": "kivi2", "side": "keys"}
+    edges = {"0.002": 0, "0.005": 1, "0.01": 2, "1.0": 2, "+Inf": 3}
+    assert {le: value(found, f"{name}_bucket", le=le, **keys) for le in edges} == edges
+    assert value(found, f"{name}_sum", **keys) == pytest.approx(1.51)
+    assert value(found, f"{name}_bucket", codec="kivi2", side="values", le="0.12") == 2
+    flat = snapshot.flat()
+    assert flat["measured_pages"] == 3
+    assert flat["quantization_error_values"] == pytest.approx((0.11 + 0.13 + 0.11) / 3)
 
 
 def test_everything_starts_at_zero_except_the_epoch() -> None:
@@ -186,6 +204,8 @@ def test_names_have_the_prefix_and_labels_are_few_and_never_sessions() -> None:
         "code",
         "le",
         "outcome",
+        "codec",
+        "side",
     }
 
 

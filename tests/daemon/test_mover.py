@@ -34,7 +34,10 @@ class Signs(Codec):
         return 1
 
     def fit_state(self, geometry: Geometry, pages, counts) -> Floats:
-        return np.array([np.mean([page.view(np.float32).mean() for page in pages])], np.float32)
+        mean = np.mean([page.view(np.float32).mean() for page in pages])
+        if not np.isfinite(mean):
+            raise NonFiniteValues("not finite")
+        return np.array([mean], np.float32)
 
     def encode(self, geometry: Geometry, exact: Bytes, count: int, state: Floats, out: Bytes) -> None:
         values = exact.view(np.float32)
@@ -140,6 +143,39 @@ def test_a_page_that_is_not_finite_is_refused(shell: Shell) -> None:
         1, "non-finite"
     )
     assert shell.run(FitCodec(2, GEOMETRY, (0,), (4,), 8192)) == MoveFailed(2, "non-finite")
+
+
+def test_a_codec_state_is_fitted_from_those_pages_that_are_finite(shell: Shell) -> None:
+    page(shell, 0)
+    shell.hbm.data[:4].view(np.float32)[0] = np.inf
+    sound = page(shell, 512).view(np.float32)
+    assert shell.run(FitCodec(1, GEOMETRY, (0, 512), (4, 4), 8192)) == MoveDone(1, 0)
+    assert shell.hbm.read(8192, 4).view(np.float32)[0] == pytest.approx(sound.mean(), abs=1e-6)
+
+
+class SignsReadBack(Signs):
+    """What is above the state's float reads as 1, all else as 0."""
+
+    def decode(self, geometry: Geometry, packed: Bytes, count: int, state: Floats, out: Bytes) -> None:
+        out.view(np.float32)[:] = packed[: geometry.values]
+
+
+@pytest.mark.parametrize(("every", "measured"), [(0, []), (1, [0, 1, 2, 3]), (3, [0, 3])])
+def test_one_of_so_many_pages_is_compared_with_what_its_low_bit_form_says(
+    tmp_path: Path, every: int, measured: list[int]
+) -> None:
+    """Keys of 2 read back as 1: (2 - 1)^2 / 2^2. Values of -3 read back as 0: all is lost."""
+    hbm, host = HbmPool.create(SIZE), HostPool(tmp_path, SIZE)
+    results: queue.Queue[MoveDone | MoveFailed] = queue.Queue()
+    mover = Mover({"hbm": hbm, "host": host}, SignsReadBack(), results.put, measure_every=every)
+    hbm.write(0, np.repeat(np.array([2, -3], np.float32), GEOMETRY.values // 2).view(np.uint8))
+    mover.start()
+    for number, pool in enumerate(("hbm", "host", "hbm", "host")):
+        mover.submit(Quantize(number, GEOMETRY, 8192, 4, "hbm", 0, 0, pool, 4096, 1))
+    done = [results.get(timeout=5) for _ in range(4)]
+    mover.stop()
+    errors = {d.move: d.errors for d in done if isinstance(d, MoveDone) and d.errors}
+    assert errors == dict.fromkeys(measured, (0.25, 1.0))
 
 
 def test_every_failure_is_answered_and_the_thread_goes_on(shell: Shell) -> None:

@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.geometry import Geometry
+from tierkv.quant.contract import Codec
+from tierkv.quant.moments import Moments
 
 
 def exact_page(geometry: Geometry, values: NDArray[np.float64] | NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -26,5 +28,23 @@ def gaussian_page(geometry: Geometry, seed: int = 0, scale: float = 1.0) -> NDAr
     return exact_page(geometry, np.random.default_rng(seed).standard_normal(geometry.shape) * scale)
 
 
-def gaussian_state(floats: int, seed: int = 1) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(floats).astype(np.float32)
+def example_state(codec: Codec, geometry: Geometry, seed: int = 1) -> NDArray[np.float32]:
+    """Any state that the codec might have been fitted to."""
+    rng = np.random.default_rng(seed)
+    if codec.takes_moments:
+        return codec.fit_moments(geometry, example_moments(geometry, seed))
+    return rng.standard_normal(codec.state_floats(geometry)).astype(np.float32)
+
+
+def example_moments(geometry: Geometry, seed: int = 1) -> Moments:
+    """Moments of channels whose variances fall by a factor of a thousand, with unlike heads."""
+    rng, dim = np.random.default_rng(seed), geometry.head_dim
+    shape = (geometry.num_layers, geometry.num_kv_heads)
+
+    def second() -> NDArray[np.float32]:
+        axes = np.linalg.qr(rng.standard_normal((*shape, dim, dim)))[0]
+        variances = rng.uniform(0.5, 2, (*shape, 1)) * np.logspace(0.5, -2.5, dim)
+        return ((axes * variances[..., None, :]) @ axes.swapaxes(-1, -2)).astype(np.float32)
+
+    mean, share = rng.standard_normal((*shape, dim)), rng.uniform(0.1, 0.6, shape)
+    return Moments(mean.astype(np.float32), second(), second(), second(), second(), share.astype(np.float32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.quant.pages import gaussian_page, gaussian_state
+from tests.quant.pages import example_state, gaussian_page
 from tierkv.geometry import Geometry
 from tierkv.quant import NAMES, fused, get
 
@@ -18,7 +18,7 @@ def test_products_in_place_equal_those_with_the_decoded_page(
     name: str, tokens: int, count: int, groups: int, dim: int
 ) -> None:
     codec, geometry = get(name), Geometry(2, 3, dim, "float32", tokens)
-    state = gaussian_state(codec.state_floats(geometry))
+    state = example_state(codec, geometry)
     size = codec.page_bytes(geometry)
     pool = np.full(size + 77, 0xEE, np.uint8)
     page = pool[64 + 13 :][:size]  # no alignment is needed
@@ -30,10 +30,23 @@ def test_products_in_place_equal_those_with_the_decoded_page(
     weights = rng.random((groups, tokens)).astype(np.float32)
     prepared, bias = np.empty_like(query), np.empty(groups, np.float32)
     logits, sums, out = np.empty((groups, tokens), np.float32), np.zeros_like(query), np.zeros_like(query)
-    fused.prepare_query(codec.code, query, layer, head, *shape, state, prepared, bias)
-    fused.page_logits(codec.code, pool[64 + 13 :], layer, head, *shape, count, prepared, bias, logits)
-    fused.page_values(codec.code, pool[64 + 13 :], layer, head, *shape, count, weights, sums)
-    fused.finish_values(codec.code, sums, layer, head, *shape, out)
+    fused.prepare_query(codec.kernel_code(geometry), query, layer, head, *shape, state, prepared, bias)
+    fused.page_logits(
+        codec.kernel_code(geometry),
+        pool[64 + 13 :],
+        layer,
+        head,
+        *shape,
+        count,
+        state,
+        prepared,
+        bias,
+        logits,
+    )
+    fused.page_values(
+        codec.kernel_code(geometry), pool[64 + 13 :], layer, head, *shape, count, state, weights, sums
+    )
+    fused.finish_values(codec.kernel_code(geometry), sums, layer, head, *shape, state, out)
     np.testing.assert_allclose(
         logits[:, :count], query @ exact[layer, 0, head, :count].T, rtol=1e-4, atol=2e-4
     )
@@ -43,15 +56,15 @@ def test_products_in_place_equal_those_with_the_decoded_page(
 @pytest.mark.parametrize("name", NAMES)
 def test_sums_of_several_pages_add_up(name: str) -> None:
     codec, geometry = get(name), Geometry(1, 1, 64, "float32")
-    state, shape = gaussian_state(codec.state_floats(geometry)), (1, 1, 16, 64)
+    state, shape = example_state(codec, geometry), (1, 1, 16, 64)
     weights = np.full((2, 16), 0.5, np.float32)
     sums, out, expected = np.zeros((2, 64), np.float32), np.zeros((2, 64), np.float32), np.zeros(64)
     for seed in range(3):
         page = np.empty(codec.page_bytes(geometry), np.uint8)
         codec.encode(geometry, gaussian_page(geometry, seed), 16, state, page)
-        fused.page_values(codec.code, page, 0, 0, *shape, 16, weights, sums)
+        fused.page_values(codec.kernel_code(geometry), page, 0, 0, *shape, 16, state, weights, sums)
         expected += 0.5 * codec.reference_decode(geometry, page, 16, state)[0, 1, 0].sum(0)
-    fused.finish_values(codec.code, sums, 0, 0, *shape, out)
+    fused.finish_values(codec.kernel_code(geometry), sums, 0, 0, *shape, state, out)
     np.testing.assert_allclose(out, np.stack([expected, expected]), rtol=1e-4, atol=2e-4)
 
 

@@ -33,20 +33,20 @@ def test_kernels_apply_the_matrix_and_its_inverse(head_dim: int) -> None:
     x = np.random.default_rng(0).standard_normal(head_dim).astype(np.float32)
     turned = x.copy()
     rotation.apply_signs(turned)
-    rotation.hadamard(turned, 1)
+    rotation.hadamard(turned)
     np.testing.assert_allclose(turned, matrix(head_dim) @ x, atol=1e-5)
-    rotation.hadamard(turned, 1)
+    rotation.hadamard(turned)
     rotation.apply_signs(turned)
     np.testing.assert_allclose(turned, x, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", BLOCKS)
 def test_columns_are_transformed_like_vectors(head_dim: int) -> None:
-    columns = np.random.default_rng(1).standard_normal((head_dim, 5)).astype(np.float32)
+    columns = np.random.default_rng(1).standard_normal((head_dim, 16)).astype(np.float32)
     vectors = columns.T.copy()
-    rotation.hadamard(columns.reshape(-1), 5)
-    for token in range(5):
-        rotation.hadamard(vectors[token], 1)
+    rotation.hadamard_columns(columns.reshape(-1), head_dim)
+    for token in range(16):
+        rotation.hadamard(vectors[token])
     np.testing.assert_array_equal(columns.T, vectors)
 
 

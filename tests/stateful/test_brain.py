@@ -96,8 +96,9 @@ class BrainMachine(RuleBasedStateMachine):
         ), result
 
     @precondition(some_session)
-    @rule(data=st.data(), runs=runs, steps=st.integers(0, 2))
-    def write(self, data: st.DataObject, runs: list[Run], steps: int) -> None:
+    @rule(data=st.data(), runs=runs, steps=st.integers(0, 2), poison=st.sampled_from([False, False, True]))
+    def write(self, data: st.DataObject, runs: list[Run], steps: int, poison: bool) -> None:
+        self.world.writes_poison = poison
         result = self.world.write(self.pick(data), runs, steps)
         assert not isinstance(result, Failure), result
 

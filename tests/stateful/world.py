@@ -84,6 +84,9 @@ class World:
         self.pending_forks: dict[int, WorkerSession] = {}
         self._requests = itertools.count(1)
         self._stamps = itertools.count(1)
+        self.writes_poison = False
+        """Whether tokens that are written now are not finite; a page with one is refused for quantization."""
+        self._poison: set[int] = set()
         self.feed(events.AdoptionEnded())
 
     # The shell -----------------------------------------------------------------------------------------------
@@ -114,6 +117,8 @@ class World:
         return self.answers.pop(request, None)
 
     def finish_move(self, number: int) -> None:
+        if self._refuses(self.moves[number]):
+            return self.fail_move(number, "non-finite")
         move = self.moves.pop(number)
         if isinstance(move, Summarize):
             form, stamps = self.memory["host"][move.src]
@@ -127,6 +132,17 @@ class World:
             self.memory[move.dst_pool][move.dst] = (form, list(stamps))
         self.feed(events.MoveDone(number, checksum=number))
         self._settle_forks()
+
+    def _refuses(self, move: Copy | Quantize | Summarize | FitCodec) -> bool:
+        """What the mover says to pages with poison: no to encode one, no to fit from nothing else."""
+        if isinstance(move, Quantize):
+            return self._is_poisoned(move.src_pool, move.src)
+        if isinstance(move, FitCodec):
+            return all(self._is_poisoned("hbm", offset) for offset in move.pages)
+        return False
+
+    def _is_poisoned(self, pool: str, offset: int) -> bool:
+        return not self._poison.isdisjoint(self.memory[pool][offset][1])
 
     def fail_move(self, number: int, reason: str) -> None:
         self.moves.pop(number)
@@ -206,7 +222,9 @@ class World:
                 session.rows.append(Row(page, int(placement.region), Kind.EXACT, offset, 0, -1, 0, []))
                 self.memory["hbm"][offset] = ("exact", [])
             row = session.rows[-1]
-            row.stamps += [next(self._stamps) for _ in range(placement.tokens)]
+            stamps = [next(self._stamps) for _ in range(placement.tokens)]
+            self._poison |= set(stamps) if self.writes_poison else set()
+            row.stamps += stamps
             self.memory["hbm"][row.offset] = ("exact", list(row.stamps))
             session.tail_open = len(row.stamps) < page_tokens
         session.step += steps

@@ -32,11 +32,18 @@ class World:
         self.folder = folder
         self.open: list[Service | Client] = []
 
-    def service(self, hbm: int = 64, host: int = 200, straddle: bool = False) -> Service:
-        service = Service(
-            ServiceConfig(self.folder, hbm * PAGE, host * PAGE, 1, straddle=straddle, heartbeat_seconds=0.5),
-            brain,
+    def service(self, hbm: int = 64, host: int = 200, straddle: bool = False, codec: str = "k3v2") -> Service:
+        config = ServiceConfig(
+            self.folder,
+            hbm * PAGE,
+            host * PAGE,
+            1,
+            codec,
+            straddle=straddle,
+            heartbeat_seconds=0.5,
+            measure_every=1,
         )
+        service = Service(config, brain)
         service.start()
         self.open.append(service)
         return service

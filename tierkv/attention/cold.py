@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from tierkv.attention.cold_kernels import add_read_mass, audit_pages, read_in_place
 from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, Pages, PoolView
 from tierkv.attention.estimate_kernels import estimate
-from tierkv.attention.online_softmax import Floats, Words
+from tierkv.attention.layer_view import layer_view
+from tierkv.attention.online_softmax import Floats
 from tierkv.numba_setup import thread_count
 from tierkv.prefetch.digests import digest_shape
 
 NOTHING = np.zeros(0, np.float32)
 NO_PAGES = np.zeros((0, 0), np.float32)
-WORD = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 
 Arrays = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, NDArray[np.bool_]]
 """The working memory of `decode` (`cpu.Scratch.arrays`)."""
@@ -42,12 +42,6 @@ class ColdScratch:
         if held is None or held.shape != shape:
             held = self._arrays[name] = np.empty(shape, np.float32)
         return held
-
-
-def words_of(pool: PoolView) -> Words:
-    """The pool as page words: uint32 for float32 pages, uint16 for the half types."""
-    words: Words = np.asarray(pool.data).view(WORD[pool.geometry.dtype])
-    return words
 
 
 def kernel_view(pool: PoolView) -> PoolView:
@@ -131,7 +125,7 @@ def read(
     """Attend the chosen pages in place and merge them into `out` and `log_sum_exp`; `arrays` as `decode` has them."""
     if not len(choice.pages):
         return
-    host, geometry = kernel_view(cold.host), cold.host.geometry
+    geometry, view = cold.host.geometry, layer_view(kernel_view(cold.host), layer)
     units = gather(cold.pages, choice.pages)
     _, q_heads, dim = query.shape
     group = q_heads // geometry.num_kv_heads
@@ -141,8 +135,8 @@ def read(
         else scratch.floats("logits", len(choice.pages), q_heads, geometry.page_tokens)
     )
     read_in_place(
-        query, words_of(host), np.asarray(host.data), geometry.dtype == "bfloat16", host.codec.code, host.codec_state,
-        layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
+        query, view.words, view.packed, view.is_bfloat16, view.code, view.state, view.layer, view.num_layers,
+        geometry.num_kv_heads, np.float32(scale),
         units.offsets, units.kinds, units.counts, choice.starts, *arrays, NO_PAGES, logits,
         scratch.floats("part", group, dim), scratch.floats("part_log", group), out, log_sum_exp,
     )  # fmt: skip
@@ -164,8 +158,7 @@ def audit(
     host, geometry = kernel_view(cold.host), cold.host.geometry
     blocks, weights, low_query, low_bias, *_ = arrays
     audit_pages(
-        query, words_of(host), np.asarray(host.data), geometry.dtype == "bfloat16", host.codec.code, host.codec_state,
-        layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
+        query, *layer_view(host, layer), geometry.num_kv_heads, np.float32(scale),
         cold.pages.offsets, cold.pages.kinds, cold.pages.counts, cold.pages.row_starts,
         blocks, weights, low_query, low_bias,
         scratch.floats("page_logs", len(cold.pages.offsets), query.shape[1]), hbm_log, attended_log,

@@ -105,7 +105,7 @@ def read_in_place(
         row, head = pair // kv_heads, pair % kv_heads
         merge_segments(
             pair + first // piece, pair + (last - 1) // piece + 1,
-            code, layer, num_layers, kv_heads, head, page_tokens,
+            code, state, layer, num_layers, kv_heads, head, page_tokens,
             tops, totals, exact_sums, low_sums, has_low, part, part_log,
         )  # fmt: skip
         mine = slice(head * group, (head + 1) * group)
@@ -164,7 +164,7 @@ def audit_lane(
                         )  # fmt: skip
                     page_logits(
                         code, packed[offsets[page] :], layer, head, num_layers, kv_heads, page_tokens, dim, count,
-                        low_query[g:end], low_bias[g:end], weights[g:end],
+                        state, low_query[g:end], low_bias[g:end], weights[g:end],
                     )  # fmt: skip
                 ready = row
             for g in range(group):

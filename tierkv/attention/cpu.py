@@ -18,10 +18,10 @@ from tierkv.attention.cold import (
     look,
     read,
     wants_audit,
-    words_of,
 )
 from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdSeen, Pages, PoolView
 from tierkv.attention.decode_kernels import decode as decode_kernel
+from tierkv.attention.layer_view import layer_view, words_of
 from tierkv.attention.mass_kernels import add_page_mass, add_token_mass
 from tierkv.attention.online_softmax import Floats
 from tierkv.attention.page_kernels import read_block, store_narrowed, store_words
@@ -111,9 +111,10 @@ class CpuAttention:
         page_tops, page_totals = scratch.page_sums(count) if by_page else (NO_PAGES, NO_PAGES)
         out = np.empty((rows, q_heads, head_dim), np.float32)
         log_sum_exp = np.empty((rows, q_heads), np.float32)
+        view = layer_view(pool, layer)
         decode_kernel(
-            _floats(query), words_of(pool), np.asarray(pool.data), geometry.dtype == "bfloat16",
-            pool.codec.code, pool.codec_state, layer, geometry.num_layers, geometry.num_kv_heads, np.float32(scale),
+            _floats(query), view.words, view.packed, view.is_bfloat16, view.code, view.state,
+            view.layer, view.num_layers, geometry.num_kv_heads, np.float32(scale),
             pages.offsets, pages.kinds, pages.counts, pages.row_starts,
             *scratch.arrays, page_tops, page_totals, logits, out, log_sum_exp,
         )  # fmt: skip
@@ -186,8 +187,7 @@ class CpuAttention:
             keys = np.empty((geometry.num_kv_heads, total, geometry.head_dim), np.float32)
             values = np.empty_like(keys)
             read_block(
-                words_of(pool), np.asarray(pool.data), geometry.dtype == "bfloat16", pool.codec.code, pool.codec_state,
-                layer, geometry.num_layers, geometry.num_kv_heads, geometry.page_tokens,
+                *layer_view(pool, layer), geometry.num_kv_heads, geometry.page_tokens,
                 pages.offsets[part], pages.kinds[part], counts, places, thread_count(), keys, values,
             )  # fmt: skip
             tokens = np.repeat(pages.token_starts[part] - places, counts) + np.arange(total, dtype=np.int64)

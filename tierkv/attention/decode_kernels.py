@@ -96,7 +96,7 @@ def attend_segment(
                     )  # fmt: skip
                 page_logits(
                     code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
-                    low_query[g:end], low_bias[g:end], weights[g:end],
+                    state, low_query[g:end], low_bias[g:end], weights[g:end],
                 )  # fmt: skip
             low_ready = True
         for g in range(group):
@@ -126,7 +126,7 @@ def attend_segment(
                 end = min(group, g + FUSED_GROUP)
                 page_values(
                     code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
-                    weights[g:end], low_sum[g:end],
+                    state, weights[g:end], low_sum[g:end],
                 )  # fmt: skip
     has_low[0] = low_ready
 
@@ -166,7 +166,8 @@ def attend_lane(
 
 @kernel(fastmath=True)
 def merge_segments(
-    first: int, last: int, code: int, layer: int, num_layers: int, kv_heads: int, head: int, page_tokens: int,
+    first: int, last: int, code: int, state: Floats, layer: int, num_layers: int, kv_heads: int, head: int,
+    page_tokens: int,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
@@ -201,13 +202,13 @@ def merge_segments(
         for g in range(0, group, FUSED_GROUP):
             end = min(group, g + FUSED_GROUP)
             finish_values(
-                code, low_sums[low_at, g:end], layer, head, num_layers, kv_heads, page_tokens, dim, out[g:end]
-            )
+                code, low_sums[low_at, g:end], layer, head, num_layers, kv_heads, page_tokens, dim, state, out[g:end]
+            )  # fmt: skip
 
 
 @kernel()
 def finish_pair(
-    pair: int, piece: int, code: int, layer: int, num_layers: int, kv_heads: int, page_tokens: int,
+    pair: int, piece: int, code: int, state: Floats, layer: int, num_layers: int, kv_heads: int, page_tokens: int,
     row_starts: NDArray[np.int64],
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     out: Floats, log_sum_exp: Floats,
@@ -225,7 +226,7 @@ def finish_pair(
     unit = row_starts[row] * kv_heads + head * pages
     merge_segments(
         pair + unit // piece, pair + (unit + pages - 1) // piece + 1,
-        code, layer, num_layers, kv_heads, head, page_tokens,
+        code, state, layer, num_layers, kv_heads, head, page_tokens,
         tops, totals, exact_sums, low_sums, has_low, to, to_log,
     )  # fmt: skip
 
@@ -254,6 +255,6 @@ def decode(
     # Not worth a second barrier for a few rows: a merge takes microseconds.
     for pair in range(rows * kv_heads):
         finish_pair(
-            pair, piece, code, layer, num_layers, kv_heads, page_tokens, row_starts,
+            pair, piece, code, state, layer, num_layers, kv_heads, page_tokens, row_starts,
             tops, totals, exact_sums, low_sums, has_low, out, log_sum_exp,
         )  # fmt: skip

@@ -111,7 +111,7 @@ def read_head(
                 )  # fmt: skip
             page_logits(
                 code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
-                unit_query[d:end], unit_bias[d:end], products,
+                state, unit_query[d:end], unit_bias[d:end], products,
             )  # fmt: skip
             for t in range(count):
                 for j in range(end - d):
@@ -123,19 +123,12 @@ def read_head(
             values[to + t : to + end] = ZERO
             page_values(
                 code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
-                unit_rows(end - t, page_tokens, t), sums[: end - t],
+                state, unit_rows(end - t, page_tokens, t), sums[: end - t],
             )  # fmt: skip
             finish_values(
-                code,
-                sums[: end - t],
-                layer,
-                head,
-                num_layers,
-                kv_heads,
-                page_tokens,
-                dim,
+                code, sums[: end - t], layer, head, num_layers, kv_heads, page_tokens, dim, state,
                 values[to + t : to + end],
-            )
+            )  # fmt: skip
 
 
 @kernel()

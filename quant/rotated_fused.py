@@ -1,4 +1,4 @@
-"""k3v2 attended in place: products with packed keys and values of one KV head. Format: `k3v2.py`.
+"""The rotated family attended in place: products with packed keys and values of one KV head. Format: `rotated.py`.
 
 Queries and sums are `[G, head_dim]`, one row for each query head that shares the KV head. Fewer than 16 tokens (keys)
 or channels (values) of a tile row are first copied to a padded buffer, so that one vector path serves all shapes.
@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from tierkv.numba_setup import kernel
 from tierkv.quant.floats import load_float
-from tierkv.quant.k3v2_kernels import block_offset, scale_offset
 from tierkv.quant.lloyd import GAINS
+from tierkv.quant.rotated_decode import unpack_key_octet
+from tierkv.quant.rotated_layout import block_offset, scale_offset
 from tierkv.quant.rotation import apply_signs, hadamard
 from tierkv.quant.tiles import (
     LANES,
@@ -21,7 +22,6 @@ from tierkv.quant.tiles import (
     stack_bytes,
     stack_floats,
     unpack_levels_4,
-    unpack_levels_8,
 )
 
 Floats = NDArray[np.float32]
@@ -47,35 +47,23 @@ def prepare_query(
         for channel in range(head_dim):
             out_q[g, channel] = query[g, channel]
         apply_signs(out_q[g])
-        hadamard(out_q[g], 1)
+        hadamard(out_q[g])
 
 
 @kernel(fastmath=True)
 def page_logits(
     page: Bytes, layer: int, head: int, num_layers: int, num_heads: int, page_tokens: int, head_dim: int,
-    count: int, query: Floats, bias: Floats, out: Floats,
+    key_bits: int, count: int, query: Floats, bias: Floats, out: Floats,
 ) -> None:  # fmt: skip
     """`out[:, :count]` = unscaled products of the prepared queries with the page's keys."""
-    block = block_offset(layer, 0, head, num_layers, num_heads, page_tokens, head_dim)
-    magnitudes = block + page_tokens
-    negatives = magnitudes + page_tokens * head_dim // 4
+    block = block_offset(layer, 0, head, num_layers, num_heads, page_tokens, head_dim, key_bits)
     top = load_float(page, scale_offset(layer, 0, head, num_heads))
     tile, sums, padded = stack_floats(128), stack_floats(256), stack_bytes(48)
     groups = query.shape[0]
     for first in range(0, count, LANES):
-        lanes = min(LANES, page_tokens - first)
         sums[: groups * LANES] = _ZERO
         for octet in range(head_dim // TERMS):
-            low = magnitudes + 2 * octet * page_tokens + first
-            signs = negatives + octet * page_tokens + first
-            if lanes == LANES:
-                unpack_levels_8(page, low, low + page_tokens, signs, tile)
-            else:
-                for lane in range(lanes):
-                    padded[lane] = page[low + lane]
-                    padded[LANES + lane] = page[low + page_tokens + lane]
-                    padded[2 * LANES + lane] = page[signs + lane]
-                unpack_levels_8(padded, 0, LANES, 2 * LANES, tile)
+            unpack_key_octet(page, block, page_tokens, head_dim, key_bits, octet, first, padded, tile)
             for g in range(groups):
                 add_rows(tile, 0, query, g * head_dim + TERMS * octet, sums, g * LANES)
         for token in range(first, min(first + LANES, count)):
@@ -87,10 +75,10 @@ def page_logits(
 @kernel(fastmath=True)
 def page_values(
     page: Bytes, layer: int, head: int, num_layers: int, num_heads: int, page_tokens: int, head_dim: int,
-    count: int, weights: Floats, acc: Floats,
+    key_bits: int, count: int, weights: Floats, acc: Floats,
 ) -> None:  # fmt: skip
     """`acc += weights[:, :count] @ values`, in rotated space."""
-    block = block_offset(layer, 1, head, num_layers, num_heads, page_tokens, head_dim)
+    block = block_offset(layer, 1, head, num_layers, num_heads, page_tokens, head_dim, key_bits)
     codes = block + page_tokens
     quarter = head_dim // 4
     top = load_float(page, scale_offset(layer, 1, head, num_heads))
@@ -131,7 +119,7 @@ def page_values(
 def finish_values(acc: Floats, out: Floats) -> None:
     """`out` gets `acc` rotated back added; `acc` is used up."""
     for g in range(acc.shape[0]):
-        hadamard(acc[g], 1)
+        hadamard(acc[g])
         apply_signs(acc[g])
         for channel in range(acc.shape[1]):
             out[g, channel] += acc[g, channel]

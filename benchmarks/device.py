@@ -1,0 +1,227 @@
+"""Device kernels on a device: are they right beside the references, and how much of its bandwidth do they get?
+
+Run by `make gpu-check` (`scripts/gpu_check.py`). Prints one line a check and one a measurement. Measurements are
+medians of CUDA graphs that go through LAYERS layers, so that no layer's pages still lie in the cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tierkv.attention.contract import Pages, PoolView
+from tierkv.attention.reference import ReferenceAttention
+from tierkv.attention.triton_decode import DevicePages, decode, plan_pages
+from tierkv.geometry import DTypeName, Geometry
+from tierkv.quant import get
+from tierkv.quant.rotated_triton import RotatedPages
+from tierkv.table import Kind
+
+KV_HEADS, SHARE, HEAD_DIM, LAYERS = 8, 4, 128, 8
+LENGTHS = (32_768, 131_072)
+REPEATS = 20
+CHECKED_PAGES = 12
+
+LIMITS = {"flags": 0.0, "bytes": 0.002, "decode": 0.0, "out": 2e-2, "lse": 2e-2, "mass": 2e-3}
+"""Pages flagged, share of bytes unlike the reference's, excess over a rounding step, and largest differences."""
+
+
+class Batch(NamedTuple):
+    """Random pages in one pool: exact, packed, and room to decode, each a run of frames."""
+
+    codec: RotatedPages
+    pool: torch.Tensor
+    exact: torch.Tensor  # [pages] int64 offsets
+    packed: torch.Tensor
+    decoded: torch.Tensor
+    counts: torch.Tensor
+    flags: torch.Tensor
+
+
+def make_batch(geometry: Geometry, pages: int, key_bits: int, device: torch.device, full: bool) -> Batch:
+    """Pages in shuffled places; all of them full, or filled by chance."""
+    generator = torch.Generator(device).manual_seed(pages)
+    dtype = getattr(torch, geometry.dtype)
+    values = torch.randn(pages * geometry.values, generator=generator, device=device, dtype=dtype)
+    means = torch.randn(
+        geometry.num_layers * geometry.num_kv_heads * geometry.head_dim, generator=generator, device=device
+    )
+    codec = RotatedPages(geometry, means.cpu().numpy(), device, key_bits)
+    packed_frame = -(-codec.page_bytes // 64) * 64
+    exact_bytes = values.numel() * geometry.item_bytes
+    pool = torch.cat(
+        [
+            values.view(torch.uint8),
+            torch.zeros(pages * packed_frame + exact_bytes, dtype=torch.uint8, device=device),
+        ]
+    )
+    at = torch.randperm(pages, generator=generator, device=device)
+    counts = torch.randint(
+        1, geometry.page_tokens + 1, (pages,), generator=generator, device=device, dtype=torch.int32
+    )
+    if full:
+        counts.fill_(geometry.page_tokens)
+    packed = exact_bytes + at * packed_frame
+    decoded = exact_bytes + pages * packed_frame + at * geometry.page_bytes
+    flags = torch.zeros(pages, dtype=torch.int32, device=device)
+    return Batch(codec, pool, at * geometry.page_bytes, packed, decoded, counts, flags)
+
+
+def pages_of(batch: Batch, kinds: NDArray[np.int8]) -> Pages:
+    """One row of the batch's pages, each exact or packed."""
+    exact, packed, counts = (tensor.cpu().numpy() for tensor in (batch.exact, batch.packed, batch.counts))
+    starts = np.cumsum(counts, dtype=np.int64) - counts
+    offsets = np.where(kinds == Kind.EXACT, exact, packed)
+    row = np.array([0, len(counts)], np.int64)
+    return Pages(offsets, kinds, counts, starts, row, int(counts.sum()))
+
+
+def check(dtype: DTypeName, head_dim: int, key_bits: int, share: int, device: torch.device) -> bool:
+    """Encode, decode and attend a few partly filled pages, beside the references on the CPU."""
+    geometry = Geometry(2, 3, head_dim, dtype)
+    batch = make_batch(geometry, CHECKED_PAGES, key_bits, device, full=False)
+    codec, pool = batch.codec, batch.pool
+    codec.encode(pool, batch.exact, batch.counts, pool, batch.packed, batch.flags)
+    codec.decode(pool, batch.packed, batch.counts, pool, batch.decoded)
+    found = {"flags": float(batch.flags.sum())}
+    if key_bits == 3:
+        found |= compare_codec(batch)
+    kinds = np.where(np.arange(CHECKED_PAGES) % 3 == 0, Kind.EXACT, Kind.QUANTIZED).astype(np.int8)
+    found |= compare_attention(batch, kinds, share)
+    good = all(value <= LIMITS[name] for name, value in found.items())  # NaN is not good
+    figures = ", ".join(f"{name} {value:.2g}" for name, value in found.items())
+    print(f"{'ok' if good else 'WRONG':6} {dtype:8} head_dim {head_dim:3} key bits {key_bits}  {figures}")
+    return good
+
+
+def compare_codec(batch: Batch) -> dict[str, float]:
+    """Packed and decoded pages beside k3v2's references."""
+    geometry, codec, reference = batch.codec.geometry, batch.codec, get("k3v2")
+    data, state = batch.pool.cpu().numpy(), codec.means.cpu().numpy().ravel()
+    header = 8 * geometry.num_layers * geometry.num_kv_heads
+    differing, excess = 0.0, -1.0
+    for exact, packed, decoded, count in zip(
+        batch.exact.tolist(), batch.packed.tolist(), batch.decoded.tolist(), batch.counts.tolist(), strict=True
+    ):  # fmt: skip
+        mine = data[packed : packed + codec.page_bytes]
+        page = data[exact : exact + geometry.page_bytes]
+        theirs = reference.reference_encode(geometry, page, count, state)
+        differing = max(differing, float((mine[header:] != theirs[header:]).mean()))
+        wanted = torch.from_numpy(reference.reference_decode(geometry, mine, count, state))
+        got = torch.from_numpy(data[decoded : decoded + geometry.page_bytes].copy()).view(codec.dtype)
+        error = (got.reshape(geometry.shape).float() - wanted).abs()
+        excess = max(excess, float((error - torch.finfo(codec.dtype).eps * wanted.abs() - 4e-6).max()))
+    return {"bytes": differing, "decode": excess}
+
+
+def compare_attention(batch: Batch, kinds: NDArray[np.int8], share: int) -> dict[str, float]:
+    """Attention over mixed pages beside the float64 reference, over what the packed ones decode to."""
+    geometry, device = batch.codec.geometry, batch.pool.device
+    pages = pages_of(batch, kinds)
+    offsets = np.where(kinds == Kind.EXACT, batch.exact.cpu().numpy(), batch.decoded.cpu().numpy())
+    as_exact = pages._replace(offsets=offsets, kinds=np.full_like(kinds, Kind.EXACT))
+    view = PoolView(batch.pool.cpu().numpy(), geometry, get("k3v2"), np.zeros(0, np.float32))
+    heads, scale = geometry.num_kv_heads, geometry.head_dim**-0.5
+    query = torch.randn(1, heads * share, geometry.head_dim, device=device).to(batch.codec.dtype)
+    mass, expected_mass = torch.zeros(len(kinds), device=device), np.zeros(len(kinds), np.float32)
+    plan = plan_pages(pages, heads, device)
+    got = decode(query, batch.pool, plan, batch.codec, 1, scale, mass)
+    expected = ReferenceAttention().decode(query.float().cpu(), view, as_exact, 1, scale, expected_mass)
+    return {
+        "out": float((got.out.cpu() - expected.out).abs().max()),
+        "lse": float((got.log_sum_exp.cpu() - expected.log_sum_exp).abs().max()),
+        "mass": float(np.abs(mass.cpu().numpy() - expected_mass).max()),
+    }
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Median time of a call's kernels, launched as a CUDA graph."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    graph.replay()
+    times: list[float] = []
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    for _ in range(REPEATS):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    return statistics.median(times)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by a device copy of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * (1 << 30) / seconds(lambda: target.copy_(source))
+
+
+def measure(tokens: int, copy: float, device: torch.device) -> None:
+    """Encode, decode and attention of `tokens` tokens, beside a copy's bytes a second."""
+    geometry = Geometry(LAYERS, KV_HEADS, HEAD_DIM, "bfloat16")
+    pages = tokens // geometry.page_tokens
+    batch = make_batch(geometry, pages, 3, device, full=True)
+    codec, pool = batch.codec, batch.pool
+    exact_bytes, packed_bytes = pages * geometry.page_bytes, pages * codec.page_bytes
+
+    def report(name: str, moved: int, took: float) -> None:
+        print(
+            f"{tokens // 1024:4}k tokens  {name:16} {took / LAYERS * 1e6:9.1f} us a layer  "
+            f"{moved / took / 1e9:7.0f} GB/s  {moved / took / copy:5.0%} of a copy"
+        )
+
+    took = seconds(lambda: codec.encode(pool, batch.exact, batch.counts, pool, batch.packed, batch.flags))
+    report("encode", exact_bytes + packed_bytes, took)
+    took = seconds(lambda: codec.decode(pool, batch.packed, batch.counts, pool, batch.decoded))
+    report("decode", exact_bytes + packed_bytes, took)
+    query = torch.randn(1, KV_HEADS * SHARE, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    mass = torch.zeros(pages, device=device)
+    kinds = {
+        "attention exact": np.full(pages, Kind.EXACT, np.int8),
+        "attention k3v2": np.full(pages, Kind.QUANTIZED, np.int8),
+        "10% exact": np.where(np.arange(pages) % 10 == 0, Kind.EXACT, Kind.QUANTIZED).astype(np.int8),
+    }
+    for name, form in kinds.items():
+        plan = plan_pages(pages_of(batch, form), KV_HEADS, device)
+        exact_share = float((form == Kind.EXACT).mean())
+        moved = int(exact_bytes * exact_share + packed_bytes * (1 - exact_share))
+        for suffix, page_mass in (("", None), (" + mass", mass)):
+            step = partial(attend_layers, query, pool, plan, codec, page_mass)
+            report(name + suffix, moved, seconds(step))
+
+
+def attend_layers(
+    query: torch.Tensor, pool: torch.Tensor, plan: DevicePages, codec: RotatedPages, mass: torch.Tensor | None
+) -> None:  # fmt: skip
+    for layer in range(codec.geometry.num_layers):
+        decode(query, pool, plan, codec, layer, codec.geometry.head_dim**-0.5, mass)
+
+
+def main() -> int:
+    """1 if a check failed."""
+    device = torch.device("cuda")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    cases: list[tuple[DTypeName, int, int, int]] = [
+        ("float32", 64, 3, 1), ("float16", 64, 3, 3), ("bfloat16", 80, 3, 3), ("bfloat16", 96, 3, 4),
+        ("bfloat16", 128, 3, 4), ("bfloat16", 256, 3, 1), ("bfloat16", 64, 2, 3), ("bfloat16", 128, 2, 20),
+    ]  # fmt: skip
+    good = [check(*case, device) for case in cases]
+    copy = copy_bandwidth(device)
+    print(f"device copy: {copy / 1e9:.0f} GB/s read and written")
+    for tokens in LENGTHS:
+        measure(tokens, copy, device)
+        torch.cuda.empty_cache()
+    return 0 if all(good) else 1

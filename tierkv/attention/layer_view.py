@@ -1,0 +1,51 @@
+"""A pool as kernels see it at one layer, whose low-bit blocks may be of a codec of their own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.attention.contract import PoolView
+from tierkv.attention.online_softmax import Floats, Words
+
+WORD = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+
+
+class LayerView(NamedTuple):
+    """What every kernel that reads pages is given, in this order.
+
+    `words` and `packed` are the pool, from where the layer of a page at offset 0 would begin if it were the kernel's
+    `layer`.
+    """
+
+    words: Words
+    packed: NDArray[np.uint8]
+    is_bfloat16: bool
+    code: int
+    state: Floats
+    layer: int
+    num_layers: int
+
+
+def words_of(pool: PoolView) -> Words:
+    """The pool as page words: uint32 for float32 pages, uint16 for the half types."""
+    words: Words = np.asarray(pool.data).view(WORD[pool.geometry.dtype])
+    return words
+
+
+def layer_view(pool: PoolView, layer: int) -> LayerView:
+    """One layer of the pool's pages, exact and low-bit."""
+    geometry = pool.geometry
+    block = pool.codec.layer_block(geometry, layer)
+    layer_words = geometry.values // geometry.num_layers
+    return LayerView(
+        words_of(pool)[(layer - block.layer) * layer_words :],
+        np.asarray(pool.data)[block.start :],
+        geometry.dtype == "bfloat16",
+        block.code,
+        pool.codec_state[block.state],
+        block.layer,
+        block.num_layers,
+    )
