@@ -7,6 +7,7 @@ over: the table changes first, and the memory of the replica that it leaves reti
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import Enum
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from tierkv.daemon.allocator import SizeClass
 from tierkv.daemon.events import Copy, FitCodec, Quantize, RequestToken, Summarize
 from tierkv.daemon.hostroom import HostRoom
-from tierkv.daemon.pages import REASONS, Goal, Guard, Ladder, Outcome, Reason
+from tierkv.daemon.pages import REASONS, TIER, Goal, Guard, Ladder, Outcome, Reason
 from tierkv.daemon.sessions import Model
 from tierkv.daemon.state import Pool, State
 from tierkv.prefetch.digests import digest_shape
@@ -30,14 +31,31 @@ class Act(Enum):
 
     BACKUP = ("hbm", "host")
     ENCODE = ("hbm", "quantized")
+    SOFTEN = ("hbm", "middle")
     PACK = ("quantized", "host")  # a low-bit replica goes to host as it is
+    PACK_MIDDLE = ("middle", "host")
     RELOCATE = ("quantized", "quantized")
+    RELOCATE_MIDDLE = ("middle", "middle")
     PROMOTE = ("host", "hbm")
     RECALL = ("host", "quantized")
+    RECALL_MIDDLE = ("host", "middle")
     COMPRESS = ("host", "host")  # an exact host replica becomes low-bit
     DIGEST = ("host", "digest")  # what a cold page leaves in HBM
     FORK = ("hbm", "hbm")
     FIT = ("hbm", "codec")
+
+
+ENCODES = {Kind.MIDDLE: Act.SOFTEN, Kind.QUANTIZED: Act.ENCODE}
+PACKS = {Kind.MIDDLE: Act.PACK_MIDDLE, Kind.QUANTIZED: Act.PACK}
+RELOCATES = {Kind.MIDDLE: Act.RELOCATE_MIDDLE, Kind.QUANTIZED: Act.RELOCATE}
+RECALLS = {Kind.MIDDLE: Act.RECALL_MIDDLE, Kind.QUANTIZED: Act.RECALL}
+"""The acts of a packed form."""
+
+HOST_FORM = {Act.BACKUP: Kind.EXACT, Act.PACK: Kind.QUANTIZED, Act.PACK_MIDDLE: Kind.MIDDLE}
+"""The form that an act writes into host memory."""
+
+HBM_FORM = {act: form for acts in (ENCODES, RELOCATES, RECALLS) for form, act in acts.items()}
+"""The form that an act writes into HBM."""
 
 
 class Move(NamedTuple):
@@ -59,7 +77,7 @@ class Moves:
         self.room = HostRoom(state)
         self.room.drop = self.drop
         self.flying: dict[int, Move] = {}
-        self._acts: dict[int, set[Act]] = {}  # slot -> what runs on it
+        self._acts: dict[int, Counter[Act]] = {}  # slot -> what runs on it
         self._reason: dict[int, Reason] = {}  # slot -> why it has a goal
         self._next = 1
         self._bandwidth_debt = 0.0
@@ -78,7 +96,7 @@ class Moves:
         return len(self.flying) >= config.max_moves_in_flight
 
     def running(self, slot: int, act: Act) -> bool:
-        return act in self._acts.get(slot, ())
+        return slot in self._acts and self._acts[slot][act] > 0
 
     # Goals ---------------------------------------------------------------------------------------------------
 
@@ -95,6 +113,7 @@ class Moves:
         """Start what the page's goal still misses, or switch it over."""
         goal = Goal(int(self.state.pages.goal[slot]))
         step = {
+            Goal.MIDDLE: self._towards_middle,
             Goal.QUANTIZED: self._towards_quantized,
             Goal.HOST: self._towards_host,
             Goal.EXACT: self._towards_exact,
@@ -111,13 +130,30 @@ class Moves:
         self.state.pages.goal[slot] = Goal.NONE
         self._reason.pop(slot, None)
 
+    def has_exact_copy(self, slot: int) -> bool:
+        """There is an exact copy in host memory, or one is being made."""
+        return bool(self.state.pages.host_kind[slot] == Kind.EXACT) or self.running(slot, Act.BACKUP)
+
+    def _towards_middle(self, slot: int) -> bool:
+        """Only beside an exact copy: without one the page could never become low-bit."""
+        pages = self.state.pages
+        if not self.has_exact_copy(slot) and not self.backup(slot):
+            return False
+        made = pages.middle[slot] != NOWHERE or self.running(slot, Act.SOFTEN)
+        if not made and not self.encode(slot, Kind.MIDDLE):
+            return False
+        if not pages.moving[slot]:  # a state may be fitted from the exact replica
+            self._switch(slot, Kind.MIDDLE)
+        return True
+
     def _towards_quantized(self, slot: int) -> bool:
         pages, config = self.state.pages, self.state.config
         if pages.quant[slot] == NOWHERE and not self.running(slot, Act.ENCODE) and not self.encode(slot):
             return False
         if pages.host[slot] == NOWHERE and config.backup != "never" and not self.running(slot, Act.BACKUP):
             self.backup(slot)  # no room for an exact copy: the low-bit form stands for it, flagged lossy
-        if pages.quant[slot] != NOWHERE and not self.running(slot, Act.BACKUP):
+        reading = self.running(slot, Act.BACKUP) or self.running(slot, Act.SOFTEN)
+        if pages.quant[slot] != NOWHERE and not reading:
             self._switch(slot, Kind.QUANTIZED)
         return True
 
@@ -129,9 +165,10 @@ class Moves:
             if not pages.moving[slot]:
                 self._switch(slot, Kind.NONE)
             return True
-        if self.running(slot, Act.BACKUP) or self.running(slot, Act.PACK):
-            return True
-        return self.backup(slot) if pages.kind[slot] == Kind.EXACT else self._pack(slot)
+        if pages.kind[slot] == Kind.EXACT:
+            return self.running(slot, Act.BACKUP) or self.backup(slot)
+        form = Kind(int(pages.kind[slot]))
+        return self.running(slot, PACKS[form]) or self._pack(slot, form)
 
     def _towards_exact(self, slot: int) -> bool:
         pages = self.state.pages
@@ -142,40 +179,36 @@ class Moves:
             return True
         if pages.host_kind[slot] != Kind.EXACT:
             return False
-        model = self.state.model_of(slot)
-        return self._copy(slot, Act.PROMOTE, "host", int(pages.host[slot]), "hbm", model.exact)
+        return self._copy(slot, Act.PROMOTE, "host", int(pages.host[slot]), "hbm", Kind.EXACT)
 
     def _towards_lowbit(self, slot: int) -> bool:
-        pages, model = self.state.pages, self.state.model_of(slot)
-        if self.running(slot, Act.RECALL) or self.running(slot, Act.COMPRESS):
+        pages = self.state.pages
+        if any(self.running(slot, act) for act in (Act.RECALL, Act.RECALL_MIDDLE, Act.COMPRESS)):
             return True  # what it would read while it is compressed may be gone before it was read
         if pages.kind[slot] != Kind.NONE or pages.host[slot] == NOWHERE:
             return False
-        source = int(pages.host[slot])
-        if pages.host_kind[slot] == Kind.QUANTIZED:
-            return self._copy(slot, Act.RECALL, "host", source, "hbm", model.quant)
-        return self._quantize(slot, Act.RECALL, "hbm")
+        form = Kind(int(pages.host_kind[slot]))
+        if form is not Kind.EXACT:  # as it is
+            return self._copy(slot, RECALLS[form], "host", int(pages.host[slot]), "hbm", form)
+        return self._quantize(slot, Act.RECALL, "hbm", Kind.QUANTIZED)
 
     def _relocate(self, slot: int) -> bool:
-        if self.running(slot, Act.RELOCATE):
+        pages, form = self.state.pages, Kind(int(self.state.pages.kind[slot]))
+        act = RELOCATES[form]
+        if self.running(slot, act):
             return True
-        pages, model = self.state.pages, self.state.model_of(slot)
-        return self._copy(slot, Act.RELOCATE, "hbm", int(pages.quant[slot]), "hbm", model.quant)
+        return self._copy(slot, act, "hbm", int(pages.replica(form)[slot]), "hbm", form)
 
     def _switch(self, slot: int, kind: Kind) -> None:
         """Attention reads another replica from the next version on; the ones above it retire."""
         state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        before = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[
-            Kind(int(pages.kind[slot]))
-        ]
-        pages.kind[slot] = kind
+        before, after = TIER[Kind(int(pages.kind[slot]))], TIER[kind]
         if kind != Kind.EXACT and pages.exact[slot] != NOWHERE:
-            state.retire("hbm", model.exact, int(pages.exact[slot]), slot)
-            pages.exact[slot] = NOWHERE
             pages.lossy[slot] = pages.host_kind[slot] != Kind.EXACT
-        if kind != Kind.QUANTIZED and pages.quant[slot] != NOWHERE:
-            state.retire("hbm", model.quant, int(pages.quant[slot]), slot)
-            pages.quant[slot] = NOWHERE
+        pages.kind[slot] = kind
+        for form in model.forms:
+            if form is not kind:
+                state.retire_replica(slot, form)
         if kind != Kind.NONE and pages.digest[slot] != NOWHERE:
             state.retire("hbm", model.digest, int(pages.digest[slot]), slot)
             pages.digest[slot] = NOWHERE
@@ -185,7 +218,6 @@ class Moves:
             state.counters.without_digest += int(
                 state.config.digest_share > 0 and pages.digest[slot] == NOWHERE
             )
-        after = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[kind]
         pages.goal[slot] = Goal.NONE
         reason = self._reason.pop(slot, "pressure")
         self._note(slot, reason)
@@ -198,15 +230,13 @@ class Moves:
     def drop(self, slot: int, reason: Reason) -> None:
         """The page goes for good: no replica is left. Its tokens stay in the table, unattended."""
         state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        if pages.exact[slot] != NOWHERE:
-            state.retire("hbm", model.exact, int(pages.exact[slot]), slot)
-        if pages.quant[slot] != NOWHERE:
-            state.retire("hbm", model.quant, int(pages.quant[slot]), slot)
+        for form in model.forms:
+            state.retire_replica(slot, form)
         if pages.host[slot] != NOWHERE:
             state.retire("host", state.host_class(slot), int(pages.host[slot]), slot)
         if pages.digest[slot] != NOWHERE:
             state.retire("hbm", model.digest, int(pages.digest[slot]), slot)
-        pages.exact[slot] = pages.quant[slot] = pages.host[slot] = pages.digest[slot] = NOWHERE
+        pages.host[slot] = pages.digest[slot] = NOWHERE
         pages.kind[slot] = pages.host_kind[slot] = Kind.NONE
         pages.goal[slot] = Goal.NONE
         self._note(slot, reason)
@@ -224,24 +254,20 @@ class Moves:
 
     def backup(self, slot: int) -> bool:
         """Copy the exact replica to host. False when host has no room."""
-        pages, model = self.state.pages, self.state.model_of(slot)
+        pages = self.state.pages
         if pages.exact[slot] == NOWHERE or pages.host[slot] != NOWHERE or self.running(slot, Act.BACKUP):
             return False
-        return self._copy(slot, Act.BACKUP, "hbm", int(pages.exact[slot]), "host", model.exact)
+        return self._copy(slot, Act.BACKUP, "hbm", int(pages.exact[slot]), "host", Kind.EXACT)
 
-    def encode(self, slot: int) -> bool:
-        """Make the low-bit replica in HBM. False when there is no room for it."""
-        pages = self.state.pages
-        if pages.refused[slot] or not self.state.model_of(slot).ready:
-            return False
-        return self._quantize(slot, Act.ENCODE, "hbm")
+    def encode(self, slot: int, form: Kind = Kind.QUANTIZED) -> bool:
+        """Make a packed replica in HBM. False when there is no room for it."""
+        return not self.state.pages.refused[slot] and self._quantize(slot, ENCODES[form], "hbm", form)
 
     def compress(self, slot: int) -> bool:
         """Replace a cold page's exact host replica by its low-bit form (flagged lossy)."""
-        pages = self.state.pages
-        if not self.state.model_of(slot).ready or pages.refused[slot]:
+        if self.state.pages.refused[slot]:
             return False
-        return self._quantize(slot, Act.COMPRESS, "host")
+        return self._quantize(slot, Act.COMPRESS, "host", Kind.QUANTIZED)
 
     def digest(self, slot: int) -> bool:
         """Make the digest of a page whose host replica exists. False when digests are off or have no room."""
@@ -266,9 +292,9 @@ class Moves:
         )  # fmt: skip
         return True
 
-    def _pack(self, slot: int) -> bool:
-        model = self.state.model_of(slot)
-        return self._copy(slot, Act.PACK, "hbm", int(self.state.pages.quant[slot]), "host", model.quant)
+    def _pack(self, slot: int, form: Kind) -> bool:
+        source = int(self.state.pages.replica(form)[slot])
+        return self._copy(slot, PACKS[form], "hbm", source, "host", form)
 
     def fork(self, slot: int, child: int, request: RequestToken) -> bool:
         """Copy the open page for a forked session; `child` is the new page's slot (its exact frame is reserved)."""
@@ -291,15 +317,13 @@ class Moves:
         state.out.append(FitCodec(move.number, model.geometry, offsets, counts, model.state_offset))
 
     def _copy(
-        self, slot: int, act: Act, src_pool: Pool, src: int, dst_pool: Pool, size_class: SizeClass,
+        self, slot: int, act: Act, src_pool: Pool, src: int, dst_pool: Pool, form: Kind
     ) -> bool:  # fmt: skip
         state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
+        size, size_class = state.page_bytes(model, form), model.form(form)
         destination = self._reserve(dst_pool, size_class, slot)
         if destination is None:
             return False
-        size = (
-            model.geometry.page_bytes if size_class == model.exact else state.codec.page_bytes(model.geometry)
-        )
         move = self._launch(slot, act, dst_pool, size_class, destination)
         checksum = int(pages.checksum[slot]) if src_pool == "host" else 0
         key = int(pages.id[slot])
@@ -314,20 +338,20 @@ class Moves:
             return "hbm", int(pages.exact[slot])
         return ("host", int(pages.host[slot])) if pages.host_kind[slot] == Kind.EXACT else None
 
-    def _quantize(self, slot: int, act: Act, dst_pool: Pool) -> bool:
+    def _quantize(self, slot: int, act: Act, dst_pool: Pool, form: Kind) -> bool:
         state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
         source = self._exact_source(slot)
-        if not model.ready or source is None:
+        if source is None or (form is Kind.QUANTIZED and not model.ready):
             return False
         src_pool, src = source
-        destination = self._reserve(dst_pool, model.quant, slot)
+        destination = self._reserve(dst_pool, model.form(form), slot)
         if destination is None:
             return False
-        move = self._launch(slot, act, dst_pool, model.quant, destination)
+        move = self._launch(slot, act, dst_pool, model.form(form), destination)
         checksum = int(pages.checksum[slot]) if src_pool == "host" else 0
         count, key = int(pages.count[slot]), int(pages.id[slot])
         where = (src_pool, src, checksum, dst_pool, destination)
-        state.out.append(Quantize(move.number, model.geometry, model.state, count, *where, key))
+        state.out.append(Quantize(move.number, model.geometry, model.state, count, *where, key, form))
         self._charge(model.geometry.page_bytes)
         return True
 
@@ -336,6 +360,8 @@ class Moves:
             return self.room.allocate(size_class, slot, self.compress)
         model = self.state.model_of(slot)
         if size_class == model.quant and not self._may_subdivide(model):
+            return None
+        if size_class == model.middle and not self._may_subdivide_middle(model):
             return None
         return self.state.hbm.allocate(size_class)
 
@@ -351,6 +377,13 @@ class Moves:
         giving &= (pages.ladder == Ladder.TIERED) & (pages.guard <= Guard.ATTENDABLE) & ~pages.refused
         return int(np.count_nonzero(giving)) > kept + 1
 
+    def _may_subdivide_middle(self, model: Model) -> bool:
+        """Likewise for pages of the middle form, which leave the last frame to low-bit ones, too."""
+        hbm = self.state.hbm
+        assert model.middle is not None
+        kept = int(not hbm.free_items(model.quant)) + self.state.kept_for_digests(model)
+        return bool(hbm.free_items(model.middle)) or hbm.free_frames(model.exact.frame) > kept
+
     def _launch(
         self, slot: int, act: Act, pool: Pool, size_class: SizeClass, destination: int,
         others: tuple[int, ...] = (), request: RequestToken = 0,
@@ -360,7 +393,7 @@ class Moves:
         self.flying[move.number] = move
         for read in (slot, *others):
             self.state.pages.moving[read] += 1
-        self._acts.setdefault(slot, set()).add(act)
+        self._acts.setdefault(slot, Counter())[act] += 1
         if pool == "hbm" and act not in (Act.FORK, Act.FIT):
             self.state.pages.coming[slot] += size_class.item
         return move
@@ -375,8 +408,8 @@ class Moves:
         if move is None:
             return None  # a move of an earlier life, or told twice
         acts = self._acts[move.slot]
-        acts.discard(move.act)
-        if not acts:
+        acts[move.act] -= 1  # an open page may be copied for several forks at once
+        if not acts.total():
             del self._acts[move.slot]
         for slot in (move.slot, *move.others):
             self.state.pages.moving[slot] -= 1
@@ -405,21 +438,22 @@ class Moves:
         elif pages.doomed[slot]:
             if move.act is not Act.FORK:
                 self.state.pool(move.pool).release(move.size_class, move.destination)
-        elif move.act in (Act.BACKUP, Act.PACK):
+        elif move.act in HOST_FORM:
             pages.host[slot], pages.checksum[slot] = move.destination, checksum
-            pages.host_kind[slot] = Kind.EXACT if move.act is Act.BACKUP else Kind.QUANTIZED
+            pages.host_kind[slot] = HOST_FORM[move.act]
             self.state.touch(slot, quiet=True)
-        elif move.act is Act.ENCODE:
-            pages.quant[slot] = move.destination
+        elif move.act in (Act.ENCODE, Act.SOFTEN):
+            pages.replica(HBM_FORM[move.act])[slot] = move.destination
         elif move.act is Act.PROMOTE:
             pages.exact[slot] = move.destination
             self._switch(slot, Kind.EXACT)
-        elif move.act is Act.RECALL:
-            pages.quant[slot] = move.destination
-            self._switch(slot, Kind.QUANTIZED)
-        elif move.act is Act.RELOCATE:
-            self.state.retire("hbm", move.size_class, int(pages.quant[slot]), slot)
-            pages.quant[slot], pages.goal[slot] = move.destination, Goal.NONE
+        elif move.act in (Act.RECALL, Act.RECALL_MIDDLE):
+            pages.replica(HBM_FORM[move.act])[slot] = move.destination
+            self._switch(slot, HBM_FORM[move.act])
+        elif move.act in (Act.RELOCATE, Act.RELOCATE_MIDDLE):
+            form = HBM_FORM[move.act]
+            self.state.retire_replica(slot, form)
+            pages.replica(form)[slot], pages.goal[slot] = move.destination, Goal.NONE
             self._reason.pop(slot, None)
             self.state.touch(slot)
         elif move.act is Act.COMPRESS:
@@ -429,10 +463,16 @@ class Moves:
             self.state.touch(slot)
         elif move.act is Act.DIGEST:
             self._keep_digest(move)
-        if pages.goal[slot] and not pages.doomed[slot]:
-            self.advance(slot)
+        self._go_on(move)
         self._bury(move)
         return move
+
+    def _go_on(self, move: Move) -> None:
+        """Pages that waited for the move's end."""
+        pages = self.state.pages
+        for slot in (move.slot, *move.others):
+            if pages.goal[slot] and not pages.doomed[slot]:
+                self.advance(slot)
 
     def _keep_digest(self, move: Move) -> None:
         state, pages, slot = self.state, self.state.pages, move.slot
@@ -463,6 +503,7 @@ class Moves:
             model.fitting, model.fit_after = False, state.now + RETRY_SECONDS
             if reason == "non-finite":  # none of them can be fitted from, nor encoded
                 pages.refused[[slot, *move.others]] = True
+            self._go_on(move)
             state.forget_model(model)
         elif move.act is not Act.FORK:
             state.pool(move.pool).release(move.size_class, move.destination)

@@ -25,6 +25,7 @@ from pathlib import Path
 from tierkv.daemon import events, registry
 from tierkv.daemon.attach import Admission, AttachServer, Peer
 from tierkv.daemon.loop_contract import BrainLike, ServerMetrics
+from tierkv.daemon.middle import middle_codec
 from tierkv.daemon.mover import Mover, OnMove
 from tierkv.daemon.pools import BytePool, DevicePool, DevicePools, HbmPool, HostPool, round_down
 from tierkv.daemon.server import OwnerLoop
@@ -62,6 +63,7 @@ class ServiceConfig:
     heartbeat_seconds: float = 2.0
     digest_layers: int = 0  # as workers are told: 0 for no digests
     measure_every: int = 0  # see `Mover`
+    middle: str = ""  # codec of the middle form
 
 
 BrainFactory = Callable[[ServiceConfig], BrainLike]
@@ -124,7 +126,7 @@ class Service:
         self._registry = registry.Registry(config.state_dir)
         self.mover = Mover(
             self._pools, get_codec(config.codec), lambda result: self.loop.post(result), self._on_move,
-            config.measure_every,
+            config.measure_every, middle_codec(config.middle) if config.middle else None,
         )  # fmt: skip
         self.brain = self._brain_factory(config)
         self.loop = OwnerLoop(
@@ -262,7 +264,7 @@ class Service:
         return Attached(
             PROTOCOL_VERSION, config.epoch, self.loop.endpoint, config.hbm_bytes, config.host_bytes,
             config.codec, config.page_tokens, config.straddle, config.observe_every, config.heartbeat_seconds,
-            config.digest_layers, list(lost),
+            config.digest_layers, config.middle, list(lost),
         )  # fmt: skip
 
 

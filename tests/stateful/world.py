@@ -35,6 +35,8 @@ from tierkv.table import Kind, lay_out, pages_needed
 SMALL = Geometry(num_layers=2, num_kv_heads=1, head_dim=64, dtype="float32", page_tokens=4)
 LARGE = Geometry(num_layers=3, num_kv_heads=2, head_dim=64, dtype="float32", page_tokens=4)
 
+FORM = {Kind.EXACT: "exact", Kind.MIDDLE: "middle", Kind.QUANTIZED: "low"}
+
 
 @dataclass
 class Row:
@@ -122,13 +124,13 @@ class World:
         move = self.moves.pop(number)
         if isinstance(move, Summarize):
             form, stamps = self.memory["host"][move.src]
-            assert form == ("exact" if move.src_kind == Kind.EXACT else "low")
+            assert form == FORM[move.src_kind]
             self.memory["hbm"][move.dst] = ("digest", stamps[: move.count])
         elif not isinstance(move, FitCodec):
             form, stamps = self.memory[move.src_pool][move.src]
             if isinstance(move, Quantize):
-                assert form == "exact", "a low-bit page was encoded again"
-                stamps, form = stamps[: move.count], "low"
+                assert form == "exact", "a packed page was encoded again"
+                stamps, form = stamps[: move.count], FORM[move.form]
             self.memory[move.dst_pool][move.dst] = (form, list(stamps))
         self.feed(events.MoveDone(number, checksum=number))
         self._settle_forks()
@@ -337,11 +339,11 @@ class World:
             for row in session.rows:
                 if row.kind != Kind.NONE:
                     form, stamps = self.memory["hbm"][row.offset]
-                    assert form == ("exact" if row.kind == Kind.EXACT else "low")
+                    assert form == FORM[row.kind]
                     assert stamps[: len(row.stamps)] == row.stamps, "a worker reads foreign bytes in HBM"
                 if row.host_kind != Kind.NONE:
                     form, stamps = self.memory["host"][row.host_offset]
-                    assert form == ("exact" if row.host_kind == Kind.EXACT else "low")
+                    assert form == FORM[row.host_kind]
                     assert stamps[: len(row.stamps)] == row.stamps, "a worker reads foreign bytes in host"
                 if row.kind == Kind.NONE and row.digest != -1:
                     form, stamps = self.memory["hbm"][row.digest]
