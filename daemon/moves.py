@@ -381,7 +381,7 @@ class Moves:
         """Likewise for pages of the middle form, which leave the last frame to low-bit ones, too."""
         hbm = self.state.hbm
         assert model.middle is not None
-        kept = int(not hbm.free_items(model.quant)) + self.state.kept_for_digests(model)
+        kept = self.state.kept_for_low_bit(model) + self.state.kept_for_digests(model)
         return bool(hbm.free_items(model.middle)) or hbm.free_frames(model.exact.frame) > kept
 
     def _launch(

@@ -112,8 +112,7 @@ class Pressure:
         own = pages.live & pages.sealed & (pages.model == model.index)
         if not np.any(own & (pages.ladder == Ladder.TIERED)):
             return 0
-        low_bit = int(not state.hbm.free_items(model.quant))
-        return low_bit + state.kept_for_digests(model) + state.kept_for_middle(model)
+        return state.kept_for_low_bit(model) + state.kept_for_digests(model) + state.kept_for_middle(model)
 
     def frames_coming(self) -> int:
         """Bytes of frames on their way to be free: retiring, of pages with a goal, or being emptied."""
@@ -364,7 +363,8 @@ class Pressure:
         if len(slots) > elsewhere:
             return "making room"  # slots are still retiring
         if any(pages.goal[s] or pages.moving[s] or pages.kind[s] != form for s in slots):
-            return ""
+            leaving = form is Kind.MIDDLE and any(pages.goal[s] for s in slots)
+            return "making room" if leaving else ""  # no page goes to host while others still become low-bit
         state.hbm.withhold(size_class, frame)
         going = [moves.demote(s, Goal.RELOCATE, "compaction") for s in slots]
         if all(going):
@@ -374,8 +374,8 @@ class Pressure:
         return "making room"
 
     def _forget_prepared(self) -> bool:
-        """Give up packed replicas made ahead for pages that may not be demoted any more: nobody reads them, and they
-        would hold their frame. True if there were any.
+        """Give up packed replicas made ahead for pages that may not be demoted any more: they would hold their frame. True
+        if there were any. They retire, since a sharer of a page that was adopted may still read one.
         """
         state, pages = self._state, self._state.pages
         ready = self._scores.idle(pages.slots())
@@ -385,7 +385,7 @@ class Pressure:
         for form in (Kind.MIDDLE, Kind.QUANTIZED):
             ahead = ready[held & (pages.replica(form)[ready] != NOWHERE)]
             for slot in ahead.tolist():
-                state.release_replica(slot, form)
+                state.retire_replica(slot, form)
             found |= len(ahead) > 0
             held |= pages.kind[ready] == Kind.MIDDLE  # a move that it was made for has failed
         return found

@@ -423,6 +423,12 @@ class State:
         fits = self.hbm_bytes_of(session) + size <= budget
         return fits and held * size <= self.config.digest_share * budget
 
+    def kept_for_low_bit(self, model: Model) -> int:
+        """Free frames (one or none) that wait for low-bit pages: while no slot is free for one, or, with a middle form,
+        not for all that a frame of it holds. Else nothing could become low-bit any more.
+        """
+        return int(self.hbm.free_items(model.quant) < (model.middle.items if model.middle else 1))
+
     def kept_for_middle(self, model: Model) -> int:
         """Free frames (one or none) that wait for pages of the middle form: while none has a free slot and exact pages
         may still take one. Else every frame would be given out, and the rung would never grow.

@@ -192,6 +192,44 @@ def test_memory_is_not_reused_before_the_slowest_reader_acknowledges() -> None:
     assert child.version > 0
 
 
+def test_what_a_sharer_still_reads_after_an_owner_died_is_not_given_up_as_made_ahead() -> None:
+    """One session has adopted the low-bit replica of a page, the other still reads the exact one."""
+    w = world(hbm_frames=10, host_frames=100)
+    session = opened(w)
+    append(w, session, 7)
+    w.fork(session)
+    child = next(s for s in w.sessions.values() if s is not session)
+    while Kind.QUANTIZED not in kinds(child):
+        w.reserve(session, 2)
+        while w.moves:
+            w.finish_move(min(w.moves))
+        w.adopt_plans(child, acknowledge=False)
+    assert Kind.QUANTIZED not in kinds(session)
+    w.restart_owner()
+    w.ask(events.Pinned, "a", session.id, 0, session.length, "exact")
+    other = opened(w)
+    for _ in range(40):  # the child adopts nothing meanwhile; every event is followed by `check_reads`
+        w.reserve(other, 1)
+        w.write(other, [Run(Region.USER, 4)], 0)
+        w.adopt_plans(other, acknowledge=True)
+        for number in list(w.moves):
+            w.finish_move(number)
+    assert Kind.QUANTIZED in kinds(child)
+
+
+def test_two_forks_of_one_open_page_are_both_answered() -> None:
+    """Two copies of the page run at once; the end of the first does not forget the second."""
+    w = world(hbm_frames=8, host_frames=50)
+    session = opened(w)
+    reserve(w, session)
+    w.write(session, [Run(Region.USER, 3)], 0)
+    w.fork(session)
+    w.fork(session)
+    assert len(w.moves) == 2
+    w.settle()
+    assert len(w.sessions) == 3 and [s.length for s in w.sessions.values()] == [3, 3, 3]
+
+
 def test_a_failed_move_keeps_the_page_and_is_counted_by_reason() -> None:
     w = world(hbm_frames=6, host_frames=50)
     session = opened(w)
