@@ -374,8 +374,8 @@ class Pressure:
         return "making room"
 
     def _forget_prepared(self) -> bool:
-        """Give up packed replicas made ahead for pages that may not be demoted any more: they would hold their frame. True
-        if there were any. They retire, since a sharer of a page that was adopted may still read one.
+        """Give up packed replicas made ahead for pages that may not be demoted any more: they would hold their frame.
+        True if there were any. They retire, since a sharer of a page that was adopted may still read one.
         """
         state, pages = self._state, self._state.pages
         ready = self._scores.idle(pages.slots())
