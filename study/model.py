@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from tierkv.errors import ConfigError
+from tierkv.folders import cache_root
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
@@ -42,9 +43,8 @@ class Manifest(msgspec.Struct):
 
 
 def cache_folder() -> Path:
-    """`$TIERKV_CACHE/smollm2-135m`, by default under `~/.cache/tierkv`."""
-    root = os.environ.get("TIERKV_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "tierkv") / "smollm2-135m"
+    """Where the converted model lies."""
+    return cache_root() / "smollm2-135m"
 
 
 def find_gguf() -> Path:

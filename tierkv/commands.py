@@ -57,6 +57,7 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
                 ("http", now["url"]),
                 ("codec, policy", f"{now['codec']}, {now['policy']}"),
                 *([("policy file", file)] if (file := now["config"]["policy_file"]) else []),
+                *(("model", f"{model}: {how}") for model, how in now["calibrations"].items()),
                 (
                     "sessions",
                     f"{stats['sessions']:.0f} of {stats['workers']:.0f} workers, {stats['tokens']:,.0f} tokens",
@@ -261,6 +262,6 @@ def _filled(stats: dict[str, float], pool: str) -> str:
 def _show(key: str, value: object) -> str:
     if key in ("hbm", "host") and isinstance(value, int):
         return f"{show_bytes(value)} ({value:,} bytes)"
-    if key == "policy_file":
+    if key in ("policy_file", "calibration"):
         return str(value) if value else "none"
     return "the policy's own" if value is None else json.dumps(value)
