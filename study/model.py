@@ -63,7 +63,9 @@ def find_gguf() -> Path:
     return files[0]
 
 
-def load_smollm2(dtype: torch.dtype = torch.float32) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+def load_smollm2(
+    dtype: torch.dtype | str = torch.float32,
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """The model (evaluation mode, SDPA attention) and its tokenizer. The first call of a machine converts (~30 s).
 
     Raises:

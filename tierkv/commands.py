@@ -1,5 +1,5 @@
 """The commands of `tierkv`. Those that ask a daemon take `--json` and, but for `replay`, read only; 1 is the exit code
-when no daemon answers. `study` and `bench` need none to run: they write figures to a folder.
+when no daemon answers. `study`, `bench` and `calibrate` need none to run: they write files.
 
 `status` and `stats` ask over HTTP, which answers whatever the loop does; `explain`, `ping` and `replay` take a worker's
 way.
@@ -20,6 +20,7 @@ import msgspec
 import typer
 
 from tierkv.benchmarks.command import app as bench_app
+from tierkv.calibrate_command import calibrate
 from tierkv.daemon.config import load_config
 from tierkv.daemon.limits import show_bytes
 from tierkv.daemon.statedir import read_holder, read_http
@@ -188,6 +189,9 @@ def replay(
             report.print()
         if report.totals.errors:
             raise typer.Exit(1)
+
+
+app.command()(calibrate)
 
 
 @config_app.command()
