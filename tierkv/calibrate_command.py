@@ -100,10 +100,11 @@ def observe_model(model: PreTrainedModel, texts: list[Named]) -> tuple[Moments, 
             [text.tokens for text in texts],
             told=lambda number: told(number, len(texts), texts[number].name),
         )
+    seconds, plural = time.perf_counter() - begun, "s" if len(texts) > 1 else ""
     print(
         f"{about.model_id}: {about.layers} layers, {about.kv_heads} KV heads of {about.head_dim}, {about.dtype}\n"
-        f"{len(texts)} text{'s' if len(texts) > 1 else ''}, {tokens:,} tokens in {time.perf_counter() - begun:.0f} s; tokens that would be low-bit "
-        f"get {moments.share.mean():.0%} of attention"
+        f"{len(texts)} text{plural}, {tokens:,} tokens in {seconds:.0f} s; "
+        f"tokens that would be low-bit get {moments.share.mean():.0%} of attention"
     )
     return moments, about
 

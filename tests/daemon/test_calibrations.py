@@ -9,10 +9,12 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import tierkv
 from tests.faults.pages import SMALL, step
 from tests.tierkv.local_daemon import until
+from tierkv.commands import app
 from tierkv.daemon import calibrations
 from tierkv.daemon.calibrations import UNCALIBRATED, Calibrations
 from tierkv.daemon.config import DaemonConfig, load_config
@@ -142,6 +144,8 @@ def test_a_daemon_fits_a_model_from_its_calibration_and_its_status_says_so(
             until(lambda: client.stats(session.id)["pages_quantized"] > 0)
             told = f"calibrated ({file})" if calibrated else UNCALIBRATED
             assert owner.status()["calibrations"] == {MODEL: told}
+            shown = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path / "s")])
+            assert f"{MODEL}: {told}" in shown.output
             session.begin(0)
             from_moments = get("klt2").fit_moments(SMALL, load(file)[0])
             same = np.array_equal(session.pool.codec_state, from_moments)
