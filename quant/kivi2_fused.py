@@ -90,6 +90,8 @@ def page_values(
     groups = acc.shape[0]
     for span in range(spans):
         offsets[:groups] = _ZERO
+        start = span * CHANNELS
+        stop = min(head_dim, start + CHANNELS)
         for token in range(0, count, TERMS):
             terms = min(TERMS, count - token)
             if terms < TERMS:
@@ -103,7 +105,7 @@ def page_values(
                 for g in range(groups):
                     factors[g * TERMS + term] = weights[g, token + term] * scale
                     offsets[g] += weights[g, token + term] * zero
-            for channel in range(span * CHANNELS, min(head_dim, (span + 1) * CHANNELS), LANES):
+            for channel in range(start, stop, LANES):
                 row = codes + token // 4 * head_dim + channel
                 unpack_integers(page, row, tile, 0, 1)
                 if terms > 4:
@@ -111,5 +113,5 @@ def page_values(
                 for g in range(groups):
                     add_rows(tile, 0, factors, g * TERMS, acc, g * head_dim + channel)
         for g in range(groups):
-            for channel in range(span * CHANNELS, min(head_dim, (span + 1) * CHANNELS)):
+            for channel in range(start, stop):
                 acc[g, channel] += offsets[g]

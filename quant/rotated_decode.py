@@ -12,7 +12,7 @@ from tierkv.numba_setup import kernel
 from tierkv.quant.columns import columns_to_rows
 from tierkv.quant.floats import load_float, store_clamped
 from tierkv.quant.lloyd import GAINS
-from tierkv.quant.rotated_layout import block_offset, scale_offset
+from tierkv.quant.rotated_layout import block_offset, key_octets, scale_offset
 from tierkv.quant.rotation import apply_signs, hadamard_columns
 from tierkv.quant.tiles import LANES, TERMS, unpack_levels_4, unpack_levels_8
 
@@ -24,34 +24,27 @@ _ZERO = np.float32(0)
 
 
 @kernel()
-def unpack_key_octet(
-    page: Bytes, block: int, tokens: int, head_dim: int, key_bits: int, octet: int, first: int,
-    padded: Bytes, tile: Floats,
+def _unpack_keys(
+    page: Bytes, block: int, tokens: int, head_dim: int, key_bits: int, first: int, padded: Bytes, columns: Floats
 ) -> None:  # fmt: skip
-    """Levels of channels `8 * octet ..` of tokens `first .. first + 15`, rows of `tile` `[8, 16]`.
-
-    `block` is the key block's byte offset. Where the page has fewer tokens, bytes go through `padded` `[48]`, so that
-    one vector path serves all shapes.
-    """
+    """Levels of tokens `first .. first + 15`; bytes go through `padded` `[48]` where the page has fewer tokens."""
     lanes = min(LANES, tokens - first)
-    low = block + tokens + 2 * octet * tokens + first
-    signs = block + tokens + tokens * head_dim // 4 + octet * tokens + first
-    if lanes < LANES:
-        for lane in range(lanes):
-            padded[lane] = page[low + lane]
-            padded[LANES + lane] = page[low + tokens + lane]
-            if key_bits == 3:
+    low, signs = key_octets(block, tokens, head_dim, key_bits, first)
+    for octet in range(head_dim // TERMS):
+        data, at, step, at_signs = page, low, tokens, signs
+        if lanes < LANES:
+            for lane in range(lanes):
+                padded[lane] = page[low + lane]
+                padded[LANES + lane] = page[low + tokens + lane]
                 padded[2 * LANES + lane] = page[signs + lane]
+            data, at, step, at_signs = padded, 0, LANES, 2 * LANES
         if key_bits == 3:
-            unpack_levels_8(padded, 0, LANES, 2 * LANES, tile)
+            unpack_levels_8(data, at, at + step, at_signs, columns[octet * TERMS * LANES :])
         else:
-            unpack_levels_4(padded, 0, tile, 0, 1)
-            unpack_levels_4(padded, LANES, tile, 4, 1)
-    elif key_bits == 3:
-        unpack_levels_8(page, low, low + tokens, signs, tile)
-    else:
-        unpack_levels_4(page, low, tile, 0, 1)
-        unpack_levels_4(page, low + tokens, tile, 4, 1)
+            unpack_levels_4(data, at, columns, TERMS * octet, 1)
+            unpack_levels_4(data, at + step, columns, TERMS * octet + 4, 1)
+        low += 2 * tokens
+        signs += tokens
 
 
 @kernel()
@@ -92,11 +85,7 @@ def decode_page(packed: Bytes, count: int, mean: Floats, key_bits: int, words: W
                     for lane in range(lanes):
                         gains[lane] = top * GAINS[packed[block + first + lane]]
                     if side == 0:
-                        for octet in range(head_dim // TERMS):
-                            tile = columns[octet * TERMS * LANES :]
-                            unpack_key_octet(
-                                packed, block, tokens, head_dim, key_bits, octet, first, padded, tile
-                            )
+                        _unpack_keys(packed, block, tokens, head_dim, key_bits, first, padded, columns)
                     else:
                         _unpack_values(packed, block, tokens, head_dim, first, by_byte, columns)
                     hadamard_columns(columns, head_dim)

@@ -22,7 +22,7 @@ from tierkv.quant.columns import (
 )
 from tierkv.quant.floats import BFLOAT16, float_of, magnitude_bits, store_float, widen
 from tierkv.quant.lloyd import GAIN_FLOORS, GAINS, NO_GAIN
-from tierkv.quant.rotated_layout import block_bytes, block_offset, scale_offset
+from tierkv.quant.rotated_layout import block_bytes, block_offset, key_octets, scale_offset
 from tierkv.quant.rotation import apply_signs, hadamard_columns
 from tierkv.quant.tiles import LANES, TERMS
 
@@ -108,13 +108,10 @@ def _pack_keys(
 ) -> None:  # fmt: skip
     """Level codes of tokens `first .. first + 15`; `padded` `[48]` takes them where the page has fewer tokens."""
     lanes = min(LANES, tokens - first)
-    negatives = tokens + tokens * head_dim // 4
+    whole = lanes == LANES
+    low, signs = key_octets(0, tokens, head_dim, key_bits, first)
     for octet in range(head_dim // TERMS):
-        low = tokens + 2 * octet * tokens + first
-        signs = negatives + octet * tokens + first
-        whole = lanes == LANES
-        to = block if whole else padded
-        at, step, at_signs = (low, tokens, signs) if whole else (0, LANES, 2 * LANES)
+        to, at, step, at_signs = (block, low, tokens, signs) if whole else (padded, 0, LANES, 2 * LANES)
         if key_bits == 3:
             pack_levels_8(columns, TERMS * octet, gains, to, at, at + step, at_signs)
         else:
@@ -122,10 +119,12 @@ def _pack_keys(
             pack_levels_4(columns, TERMS * octet + 4, 1, gains, to, at + step)
         if not whole:
             for lane in range(lanes):
-                block[low + lane] = padded[lane]
-                block[low + tokens + lane] = padded[LANES + lane]
                 if key_bits == 3:
                     block[signs + lane] = padded[2 * LANES + lane]
+                block[low + lane] = padded[lane]
+                block[low + tokens + lane] = padded[LANES + lane]
+        low += 2 * tokens
+        signs += tokens
 
 
 @kernel()

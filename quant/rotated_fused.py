@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from tierkv.numba_setup import kernel
 from tierkv.quant.floats import load_float
 from tierkv.quant.lloyd import GAINS
-from tierkv.quant.rotated_decode import unpack_key_octet
-from tierkv.quant.rotated_layout import block_offset, scale_offset
+from tierkv.quant.rotated_layout import block_offset, key_octets, scale_offset
 from tierkv.quant.rotation import apply_signs, hadamard
 from tierkv.quant.tiles import (
     LANES,
@@ -22,6 +21,7 @@ from tierkv.quant.tiles import (
     stack_bytes,
     stack_floats,
     unpack_levels_4,
+    unpack_levels_8,
 )
 
 Floats = NDArray[np.float32]
@@ -62,8 +62,27 @@ def page_logits(
     groups = query.shape[0]
     for first in range(0, count, LANES):
         sums[: groups * LANES] = _ZERO
+        lanes = min(LANES, page_tokens - first)
+        low, signs = key_octets(block, page_tokens, head_dim, key_bits, first)
         for octet in range(head_dim // TERMS):
-            unpack_key_octet(page, block, page_tokens, head_dim, key_bits, octet, first, padded, tile)
+            # Not a helper: in this loop, handing arrays to a function costs as much as its work.
+            if lanes < LANES:
+                for lane in range(lanes):
+                    padded[lane] = page[low + lane]
+                    padded[LANES + lane] = page[low + page_tokens + lane]
+                    padded[2 * LANES + lane] = page[signs + lane]
+                if key_bits == 3:
+                    unpack_levels_8(padded, 0, LANES, 2 * LANES, tile)
+                else:
+                    unpack_levels_4(padded, 0, tile, 0, 1)
+                    unpack_levels_4(padded, LANES, tile, 4, 1)
+            elif key_bits == 3:
+                unpack_levels_8(page, low, low + page_tokens, signs, tile)
+            else:
+                unpack_levels_4(page, low, tile, 0, 1)
+                unpack_levels_4(page, low + page_tokens, tile, 4, 1)
+            low += 2 * page_tokens
+            signs += page_tokens
             for g in range(groups):
                 add_rows(tile, 0, query, g * head_dim + TERMS * octet, sums, g * LANES)
         for token in range(first, min(first + LANES, count)):

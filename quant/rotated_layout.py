@@ -26,3 +26,14 @@ def block_offset(
 def scale_offset(layer: int, side: int, head: int, heads: int) -> int:
     """Byte offset of a block's largest gain."""
     return 4 * ((layer * 2 + side) * heads + head)
+
+
+@kernel()
+def key_octets(block: int, tokens: int, head_dim: int, key_bits: int, token: int) -> tuple[int, int]:
+    """Byte offsets of a token's codes of channels 0..3, and of its signs of channels 0..7 (k3v2).
+
+    `block` is the key block's. Channels 4..7 lie `tokens` bytes behind; the next eight channels `2 * tokens` bytes,
+    their signs `tokens`. Where there are no signs, as in rotated2, their offset is that of the codes.
+    """
+    low = block + tokens + token
+    return low, low + tokens * head_dim // 4 if key_bits == 3 else low

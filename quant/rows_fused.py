@@ -17,8 +17,8 @@ from tierkv.quant.tiles import stack_floats
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-ROW = 256
-"""Channels that are unpacked at once."""
+BUFFER = 2048
+"""Values that are unpacked at once: as many whole tokens as fit, or a part of one."""
 
 _ZERO = np.float32(0)
 
@@ -35,12 +35,10 @@ def _load_exact(kind: int, page: Bytes, first: int, row: Floats) -> None:
 
 
 @kernel()
-def _load_row(
-    code: int, page: Bytes, plane: int, planes: int, page_tokens: int, head_dim: int,
-    token: int, channel: int, row: Floats,
+def _load(
+    code: int, page: Bytes, plane: int, planes: int, page_tokens: int, head_dim: int, first: int, row: Floats
 ) -> None:  # fmt: skip
-    """Channels from `channel` on of a token; `plane` counts keys and values of layers and heads as pages do."""
-    first = token * head_dim + channel
+    """Values from number `first` on of a plane; planes are keys and values of layers and heads, as pages have them."""
     if code == INT8 or code == NF4:  # noqa: SIM109
         load_values(8 if code == INT8 else 4, page, plane, planes, page_tokens, head_dim, first, row)
     else:
@@ -55,18 +53,24 @@ def page_logits(
 ) -> None:  # fmt: skip
     """`out[:, :count]` = unscaled products of the queries with the page's keys, plus `bias`."""
     planes, plane = 2 * num_layers * num_heads, 2 * layer * num_heads + head
-    buffer = stack_floats(256)
-    for token in range(count):
-        for g in range(query.shape[0]):
-            out[g, token] = bias[g]
-        for channel in range(0, head_dim, ROW):
-            row = buffer[: min(ROW, head_dim - channel)]
-            _load_row(code, page, plane, planes, page_tokens, head_dim, token, channel, row)
+    buffer = stack_floats(2048)
+    channels = min(head_dim, BUFFER)
+    turn = BUFFER // channels
+    for g in range(query.shape[0]):
+        out[g, :count] = bias[g]
+    for first in range(0, count, turn):
+        last = min(count, first + turn)
+        for channel in range(0, head_dim, channels):
+            size = min(channels, head_dim - channel)
+            rows = buffer[: (last - first) * size]
+            _load(code, page, plane, planes, page_tokens, head_dim, first * head_dim + channel, rows)
             for g in range(query.shape[0]):
-                q, total = query[g, channel : channel + row.shape[0]], _ZERO
-                for index in range(row.shape[0]):
-                    total += q[index] * row[index]
-                out[g, token] += total
+                q, logits = query[g, channel : channel + size], out[g, first:last]
+                for token in range(last - first):
+                    row, total = rows[token * size : (token + 1) * size], _ZERO
+                    for index in range(size):
+                        total += q[index] * row[index]
+                    logits[token] += total
 
 
 @kernel(fastmath=True)
@@ -77,12 +81,18 @@ def page_values(
 ) -> None:  # fmt: skip
     """`acc += weights[:, :count] @ values`."""
     planes, plane = 2 * num_layers * num_heads, (2 * layer + 1) * num_heads + head
-    buffer = stack_floats(256)
-    for token in range(count):
-        for channel in range(0, head_dim, ROW):
-            row = buffer[: min(ROW, head_dim - channel)]
-            _load_row(code, page, plane, planes, page_tokens, head_dim, token, channel, row)
+    buffer = stack_floats(2048)
+    channels = min(head_dim, BUFFER)
+    turn = BUFFER // channels
+    for first in range(0, count, turn):
+        last = min(count, first + turn)
+        for channel in range(0, head_dim, channels):
+            size = min(channels, head_dim - channel)
+            rows = buffer[: (last - first) * size]
+            _load(code, page, plane, planes, page_tokens, head_dim, first * head_dim + channel, rows)
             for g in range(acc.shape[0]):
-                weight, sums = weights[g, token], acc[g, channel : channel + row.shape[0]]
-                for index in range(row.shape[0]):
-                    sums[index] += weight * row[index]
+                sums = acc[g, channel : channel + size]
+                for token in range(last - first):
+                    row, weight = rows[token * size : (token + 1) * size], weights[g, first + token]
+                    for index in range(size):
+                        sums[index] += weight * row[index]

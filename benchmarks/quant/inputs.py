@@ -22,27 +22,33 @@ Names = Mapping[str, tuple[str, ...]]
 
 REPORT: Names = {
     "tau-airline": ("task 0, trial 0", "task 10, trial 0", "task 25, trial 0", "task 30, trial 1"),
-    "prose": ("compound", "types", "formatstrings", "specialnames"),
-    "code": ("argparse", "tarfile", "statistics", "difflib"),
+    "prose": ("string-methods", "typesseq", "typesmapping", "debugger"),
+    "code": ("statistics", "difflib", "zipfile", "threading"),
     "agent": ("brewery, clinic", "harbour, newsroom", "observatory, railway", "satellite, vineyard"),
 }
 CALIBRATION: Names = {
-    "tau-airline": ("task 5, trial 1", "task 20, trial 1"),
-    "prose": ("debugger", "typesmapping"),
-    "code": ("textwrap", "socketserver"),
-    "agent": ("loan, theatre", "tunnel, depot"),
+    "tau-airline": ("task 5, trial 1", "task 20, trial 1", "task 15, trial 0"),
+    "prose": ("compound", "types", "specialnames"),
+    "code": ("textwrap", "socketserver", "argparse"),
+    "agent": ("loan, theatre", "tunnel, depot", "orchard, library"),
 }
 """By family: a run; a topic of `pydoc_data.topics`; a module of the standard library; two scenarios of the study, one
 after the other."""
+
+DESIGNED_ON: Names = {
+    "tau-airline": tuple(f"task {task}, trial {trial}" for trial in (2, 3) for task in range(0, 50, 5)),
+    "prose": ("compound", "specialnames", "types", "formatstrings"),
+    "code": ("argparse", "tarfile", "inspect", "typing"),
+}
+"""Looked at while codecs were designed: never reported on."""
 
 DATA = Path("../shared/data/tau_airline")
 FILE = "trajectories.json"
 
 CONTEXT = 2848
-"""Tokens that are cached: 178 pages, of which 172 are packed."""
+"""Tokens that are cached: 178 pages, of which 172 are packed. Texts to fit on are as long."""
 
 QUICK_CONTEXT = 928
-CALIBRATION_CONTEXT = 1056
 QUICK_CALIBRATION_CONTEXT = 544
 
 GRAIN = 64

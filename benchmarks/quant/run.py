@@ -17,7 +17,6 @@ from tierkv.benchmarks.quant.exact import Listener
 from tierkv.benchmarks.quant.forms import Form
 from tierkv.benchmarks.quant.inputs import (
     CALIBRATION,
-    CALIBRATION_CONTEXT,
     CONTEXT,
     QUICK_CALIBRATION_CONTEXT,
     QUICK_CONTEXT,
@@ -31,6 +30,7 @@ from tierkv.benchmarks.quant.quality import Judge, Loss
 from tierkv.benchmarks.quant.records import Record, Run, Timed, record
 from tierkv.benchmarks.report import load, machine
 from tierkv.geometry import Geometry
+from tierkv.quant.moments import standard
 from tierkv.study.model import MODEL_ID
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     names: tuple[str, ...]
     inputs: int = INPUTS
     context: int = CONTEXT
-    calibration_context: int = CALIBRATION_CONTEXT
+    calibration_context: int = CONTEXT
     data: Path | None = None
     quick: bool = False
 
@@ -147,4 +147,5 @@ def _speeds(found: Sequence[Form], seen: Calibration, q_heads: int, quick: bool)
 
 def _gaussian(geometry: Geometry) -> Calibration:
     """For speed alone."""
-    return Calibration(geometry, list(to_pages(geometry, speed.window(geometry, quick=True))))
+    pages = list(to_pages(geometry, speed.window(geometry, quick=True)))
+    return Calibration(geometry, pages, standard(geometry))

@@ -110,8 +110,6 @@ def example(name: str, dtype: DTypeName, dim: int, count: int) -> Example:
         codec.reference_encode(geometry, page, count, state),
         codec.reference_decode(geometry, packed, count, state),
     )  # fmt: skip
-    for array in found[2:]:
-        array.flags.writeable = False
     return found
 
 

@@ -1,4 +1,7 @@
-"""What k3v2 promises beyond the contract: its size, its error, its state, and a page small enough to check by hand."""
+"""What the rotated family promises beyond the contract: size, error, state, and pages small enough to check by hand.
+
+What the codecs of the family share is tested of k3v2.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from tests.quant.pages import exact_page, gaussian_page, page_values
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.quant import NonFiniteValues, get
+from tierkv.quant.contract import Codec
 from tierkv.quant.lloyd import DISTORTION_4, DISTORTION_8
 
 CODEC = get("k3v2")
@@ -25,13 +29,13 @@ def test_six_smollm2_pages_fit_an_exact_frame() -> None:
     assert CODEC.bits_per_value(SMOLLM2) == pytest.approx(2.656, abs=0.001)
 
 
-def gaussian_error(head_dim: int) -> list[float]:
+def gaussian_error(head_dim: int, codec: Codec = CODEC) -> list[float]:
     """Relative squared error of keys and values of unit Gaussian data."""
     geometry = Geometry(4, 8, head_dim, "float32")
-    page, state = gaussian_page(geometry), np.zeros(CODEC.state_floats(geometry), np.float32)
-    packed, out = np.empty(CODEC.page_bytes(geometry), np.uint8), np.empty(geometry.page_bytes, np.uint8)
-    CODEC.encode(geometry, page, 16, state, packed)
-    CODEC.decode(geometry, packed, 16, state, out)
+    page, state = gaussian_page(geometry), np.zeros(codec.state_floats(geometry), np.float32)
+    packed, out = np.empty(codec.page_bytes(geometry), np.uint8), np.empty(geometry.page_bytes, np.uint8)
+    codec.encode(geometry, page, 16, state, packed)
+    codec.decode(geometry, packed, 16, state, out)
     exact, decoded = page_values(geometry, page), page_values(geometry, out)
     return [float(((decoded - exact)[:, i] ** 2).mean() / (exact[:, i] ** 2).mean()) for i in (0, 1)]
 
@@ -40,6 +44,10 @@ def test_the_error_on_gaussian_data_is_that_of_the_optimal_quantizer() -> None:
     keys, values = gaussian_error(1024)
     assert keys == pytest.approx(DISTORTION_8, rel=0.02)
     assert values == pytest.approx(DISTORTION_4, rel=0.02)
+
+
+def test_two_bit_keys_have_the_error_of_two_bit_values() -> None:
+    assert gaussian_error(1024, get("rotated2")) == pytest.approx([DISTORTION_4, DISTORTION_4], rel=0.02)
 
 
 def test_in_short_vectors_the_fitted_gain_gets_below_it() -> None:
@@ -93,6 +101,18 @@ def test_a_page_of_one_token_and_eight_channels_packs_as_the_docstring_says() ->
     key_block, value_block = packed[8:16], packed[16:]
     assert key_block.tolist() == [0, 0, 0b01010101, 0, 0b01010101, 0, 0b11111111, 0]
     assert value_block.tolist() == [0, 0, 0b01010101, 0b01010101, 0, 0]
+
+
+def test_two_bit_keys_of_such_a_page_pack_as_the_docstring_says() -> None:
+    geometry, codec = Geometry(1, 1, 8, "float32", page_tokens=2), get("rotated2")
+    values = np.zeros(geometry.shape)
+    values[0, 0, 0, 0, 0], values[0, 1, 0, 0, 0] = -np.sqrt(8.0), np.sqrt(8.0)
+    packed = np.empty(codec.page_bytes(geometry), np.uint8)
+    codec.encode(geometry, exact_page(geometry, values), 1, np.zeros(8, np.float32), packed)
+    np.testing.assert_allclose(packed[:8].view(np.float32), [1 / 1.5104176, 1 / 1.5104176], rtol=1e-5)
+    # Keys: index 1 and negative is code 3. Two bytes of four channels for each token, tokens next to each other.
+    assert packed[8:14].tolist() == [0, 0, 0xFF, 0, 0xFF, 0]
+    assert packed[14:].tolist() == [0, 0, 0b01010101, 0b01010101, 0, 0]
 
 
 def test_a_token_far_below_the_others_decodes_to_zero_and_near_ones_do_not() -> None:

@@ -13,6 +13,7 @@ from tierkv.benchmarks.quant import FORCED, RECENT, forms
 from tierkv.benchmarks.quant.calibrate import Calibration
 from tierkv.benchmarks.quant.forms import Form
 from tierkv.geometry import Geometry
+from tierkv.quant.moments import standard
 
 GEOMETRY = Geometry(1, 1, 32, "float32")
 
@@ -21,7 +22,7 @@ GEOMETRY = Geometry(1, 1, 32, "float32")
 def hf_form(request: pytest.FixtureRequest) -> Form:
     if importlib.util.find_spec(request.param.partition("-")[0].replace("quanto", "optimum")) is None:
         pytest.skip("needs the extra `bench`")
-    (form,), _ = forms.build([request.param], Calibration(GEOMETRY, []))
+    (form,), _ = forms.build([request.param], Calibration(GEOMETRY, [], standard(GEOMETRY)))
     return form
 
 
@@ -52,7 +53,7 @@ def test_transformers_quantized_cache_gives_attention_the_same(hf_form: Form) ->
 
 def test_a_peer_that_is_not_installed_is_skipped_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms.importlib.util, "find_spec", lambda name: None)
-    found, skipped = forms.build(["kivi-g32", "hqq", "quanto"], Calibration(GEOMETRY, []))
+    found, skipped = forms.build(["kivi-g32", "hqq", "quanto"], Calibration(GEOMETRY, [], standard(GEOMETRY)))
     assert [form.name for form in found] == ["kivi-g32"]
     assert [one.name for one in skipped] == ["hqq", "quanto"]
     assert all("pip install" in one.why and "[bench]" in one.why for one in skipped)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tierkv.benchmarks.quant import FORCED, RECENT, SINKS
-from tierkv.benchmarks.quant.inputs import CALIBRATION, CONTEXT, DATA, FILE, REPORT, Text, read
+from tierkv.benchmarks.quant.inputs import CALIBRATION, CONTEXT, DATA, DESIGNED_ON, FILE, REPORT, Text, read
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,6 +22,12 @@ def test_nothing_is_fitted_on_what_is_reported() -> None:
         assert not parts & others, family
 
 
+def test_nothing_is_reported_that_codecs_were_designed_on() -> None:
+    assert len(DESIGNED_ON["tau-airline"]) == 20  # runs 20 to 39 of the file: ten tasks, trials 2 and 3
+    for family, names in DESIGNED_ON.items():
+        assert not set(names) & set(REPORT[family]), family
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("with_runs", [False, True])
 def test_every_input_differs_within_what_is_packed(with_runs: bool) -> None:
@@ -33,7 +39,8 @@ def test_every_input_differs_within_what_is_packed(with_runs: bool) -> None:
     tokenizer = load_tokenizer()
     texts = read(REPORT, tokenizer, data, CONTEXT)
     others = read(CALIBRATION, tokenizer, data, CONTEXT)
-    assert len(texts) == (16 if with_runs else 12)
+    assert len(texts) == (16 if with_runs else 12) and len(others) == (12 if with_runs else 9)
+    assert all(2 * RECENT < text.context <= CONTEXT for text in others)
     assert all(text.context == CONTEXT and len(text.tokens) == CONTEXT + FORCED + 1 for text in texts)
     among = {(a.title, b.title): overlap(a, b) for i, a in enumerate(texts) for b in texts[:i]}
     assert all(share < 0.2 for share in among.values()), max(among, key=among.__getitem__)

@@ -18,6 +18,7 @@ from tierkv.benchmarks.quant.pages import from_pages, to_pages
 from tierkv.benchmarks.quant.quality import Judge
 from tierkv.benchmarks.quant.run import through
 from tierkv.geometry import Geometry
+from tierkv.quant.moments import standard
 
 
 class Zeros(Held):
@@ -60,7 +61,9 @@ def test_a_page_holds_sixteen_tokens_of_every_layer_and_head() -> None:
 def test_a_codec_packs_for_real() -> None:
     geometry = Geometry(2, 1, 64, "float32")
     kv = torch.randn(2, 2, 1, 64, 64, generator=torch.Generator().manual_seed(0))
-    (form, _), _ = forms.build(["k3v2", "kivi-g32"], Calibration(geometry, list(to_pages(geometry, kv))))
+    (form, _), _ = forms.build(
+        ["k3v2", "kivi-g32"], Calibration(geometry, list(to_pages(geometry, kv)), standard(geometry))
+    )
     held = form.hold(kv)
     given = kept(held)
     # a head's page: keys 4 + 16 + 16 * 64 * 3 / 8 bytes, values 4 + 16 + 16 * 64 * 2 / 8

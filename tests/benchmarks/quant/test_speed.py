@@ -11,6 +11,7 @@ from tierkv.benchmarks.quant.calibrate import Calibration, fit
 from tierkv.benchmarks.quant.pages import to_pages
 from tierkv.geometry import Geometry
 from tierkv.quant.k3v2 import K3V2
+from tierkv.quant.moments import standard
 
 
 class Unread(K3V2):
@@ -21,7 +22,9 @@ class Unread(K3V2):
 
 def test_attention_that_does_not_read_a_form_in_place_is_not_timed() -> None:
     geometry = Geometry(1, 2, 64, "bfloat16")
-    seen = Calibration(geometry, list(to_pages(geometry, speed.window(geometry, quick=True))))
+    seen = Calibration(
+        geometry, list(to_pages(geometry, speed.window(geometry, quick=True))), standard(geometry)
+    )
     state = fit(K3V2(), seen)
     figures = in_place.measure(K3V2(), state, geometry, 4, quick=True)
     assert figures is not None and figures["ours"] > 0 and figures["peer"] > 0

@@ -1,0 +1,173 @@
+"""klt2: the transform is the one that the theory asks for, bits go where they count, and errors are as predicted."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.quant.pages import exact_page, example_moments, page_values
+from tierkv.geometry import Geometry
+from tierkv.quant import get, klt_fit, klt_reference
+from tierkv.quant.klt_layout import GROUP
+from tierkv.quant.klt_levels import DISTORTIONS, LEVELS
+from tierkv.quant.moments import Moments, standard
+
+CODEC = get("klt2")
+GEOMETRY = Geometry(2, 3, 64, "float32")
+
+Floats = NDArray[np.float32]
+
+
+def through(codec_name: str, geometry: Geometry, state: Floats, values: NDArray[np.float64]) -> Floats:
+    """What a page decodes to."""
+    codec = get(codec_name)
+    packed, out = np.empty(codec.page_bytes(geometry), np.uint8), np.empty(geometry.page_bytes, np.uint8)
+    codec.encode(geometry, exact_page(geometry, values), geometry.page_tokens, state, packed)
+    codec.decode(geometry, packed, geometry.page_tokens, state, out)
+    return page_values(geometry, out)
+
+
+def gaussian(second: NDArray[np.float64], tokens: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """`[tokens, dim]` of that second moment."""
+    return rng.standard_normal((tokens, len(second))) @ np.linalg.cholesky(second).T
+
+
+@pytest.mark.parametrize("bits", range(6))
+def test_the_distortion_of_a_code_is_its_error_on_a_unit_gaussian(bits: int) -> None:
+    x = np.linspace(0, 9, 900_001)
+    density = 2 * np.exp(-x * x / 2) / np.sqrt(2 * np.pi)
+    nearest = np.abs(x[:, None] - LEVELS[bits].astype(np.float64)).min(1)
+    assert np.trapezoid(nearest**2 * density, x) == pytest.approx(DISTORTIONS[bits], rel=2e-3)
+
+
+def test_more_bits_cost_less_and_each_bit_brings_less_than_the_one_before() -> None:
+    gains = -np.diff(DISTORTIONS)
+    assert (gains > 0).all() and (np.diff(gains) < 0).all()  # so that giving them one by one is optimal
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_the_way_into_the_space_of_codes_leads_back(dim: int) -> None:
+    moments = example_moments(Geometry(1, 2, dim, "float32"))
+    _, analysis, synthesis = klt_fit.transform(moments.key_covariance, moments.query_second)
+    np.testing.assert_allclose(
+        synthesis @ analysis, np.broadcast_to(np.eye(dim), (1, 2, dim, dim)), atol=1e-8
+    )
+
+
+def test_channels_of_a_group_are_of_unit_variance_and_errors_cost_what_the_metric_says() -> None:
+    moments = example_moments(GEOMETRY)
+    second, metric = (part.astype(np.float64) for part in (moments.key_covariance, moments.query_second))
+    groups, analysis, synthesis = klt_fit.transform(moments.key_covariance, moments.query_second)
+    coded = analysis @ second @ analysis.swapaxes(-1, -2)
+    variances = np.diagonal(coded, axis1=-2, axis2=-1).reshape(*groups.shape, GROUP)
+    np.testing.assert_allclose(
+        variances, 1, rtol=1e-6
+    )  # all channels, because the rotation of a group mixes them
+    cost = synthesis.swapaxes(-1, -2) @ metric @ synthesis
+    expected = np.repeat(groups, GROUP, -1)[..., None] * np.eye(64)
+    np.testing.assert_allclose(cost, expected, atol=1e-8 * groups.max())
+    assert (np.diff(groups, axis=-1) <= 0).all()
+
+
+def test_bits_are_given_so_that_no_other_way_costs_less() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(5):
+        costs = rng.lognormal(0, 3, (2, 2))
+        bits = klt_fit.allocate(costs, 2)
+        assert bits.sum() == 8
+
+        def cost(way: tuple[int, ...], costs: NDArray[np.float64] = costs) -> float:
+            return float(sum(c * DISTORTIONS[b] for c, b in zip(costs.ravel(), way, strict=True)))
+
+        best = min(cost(way) for way in product(range(6), repeat=4) if sum(way) == 8)
+        assert cost(tuple(bits.ravel())) == pytest.approx(best)
+
+
+def test_like_channels_get_like_bits() -> None:
+    state = CODEC.fit_moments(GEOMETRY, standard(GEOMETRY))
+    assert all(record.bits == [2] * 4 for *_, record in klt_reference.records(GEOMETRY, state))
+
+
+def test_the_error_in_the_metric_is_the_predicted_one_and_far_below_that_of_equal_bits() -> None:
+    geometry, rng = Geometry(1, 1, 64, "float32", 2048), np.random.default_rng(7)
+    moments = example_moments(geometry)
+    second, metric = (
+        moments.key_covariance[0, 0].astype(np.float64),
+        moments.query_second[0, 0].astype(np.float64),
+    )
+    values = np.zeros(geometry.shape)
+    values[0, 0, 0] = moments.key_mean[0, 0] + gaussian(second, 2048, rng)
+
+    def loss(name: str, state: Floats) -> float:
+        error = (through(name, geometry, state, values) - values)[0, 0, 0]
+        return float(np.einsum("td,de,te->t", error, metric, error).mean())
+
+    state = CODEC.fit_moments(geometry, moments)
+    [record] = [record for _, side, _, record in klt_reference.records(geometry, state) if side == 0]
+    groups, _, _ = klt_fit.transform(moments.key_covariance, moments.query_second)
+    predicted = GROUP * sum(g * DISTORTIONS[b] for g, b in zip(groups[0, 0], record.bits, strict=True))
+    measured = loss("klt2", state)
+    assert (
+        0.75 * predicted < measured < 1.25 * predicted
+    )  # a gain a token makes up for a part, and costs a part
+    assert measured < 0.25 * loss("rotated2", moments.key_mean.ravel())
+
+
+def test_without_moments_it_is_as_good_as_rotated2() -> None:
+    rng = np.random.default_rng(3)
+    values = rng.standard_normal(GEOMETRY.shape)
+    neutral = CODEC.fit_state(GEOMETRY, [], [])
+    mine = through("klt2", GEOMETRY, neutral, values)
+    theirs = through("rotated2", GEOMETRY, np.zeros(2 * 3 * 64, np.float32), values)
+    assert ((mine - values) ** 2).mean() == pytest.approx(((theirs - values) ** 2).mean(), rel=1e-3)
+
+
+def test_a_head_that_nobody_attends_may_get_no_bits_and_decodes_to_its_mean() -> None:
+    moments = example_moments(GEOMETRY)
+    weak = moments.key_covariance.copy()
+    weak[0, 1] *= 1e-9
+    state = CODEC.fit_moments(GEOMETRY, moments._replace(key_covariance=weak))
+    values = np.random.default_rng(2).standard_normal(GEOMETRY.shape)
+    decoded = through("klt2", GEOMETRY, state, values)
+    np.testing.assert_allclose(decoded[0, 0, 1], np.tile(moments.key_mean[0, 1], (16, 1)), rtol=1e-6)
+    packed = np.empty(CODEC.page_bytes(GEOMETRY), np.uint8)
+    CODEC.encode(GEOMETRY, exact_page(GEOMETRY, values), 16, state, packed)
+    reference = CODEC.reference_encode(GEOMETRY, exact_page(GEOMETRY, values), 16, state)
+    np.testing.assert_array_equal(packed, reference)
+
+
+@pytest.mark.parametrize("dead", ["key_covariance", "query_second", "value_second", "value_metric", "share"])
+def test_moments_of_nothing_give_a_state_that_works(dead: str) -> None:
+    moments = example_moments(GEOMETRY)
+    moments = moments._replace(**{dead: np.zeros_like(getattr(moments, dead))})
+    state = CODEC.fit_moments(GEOMETRY, moments)
+    assert np.isfinite(state).all()
+    values = np.random.default_rng(2).standard_normal(GEOMETRY.shape)
+    assert np.isfinite(through("klt2", GEOMETRY, state, values)).all()
+
+
+@pytest.mark.parametrize(("dim", "bits"), [(64, 2.15625), (128, 2.078125)])
+def test_all_in_a_value_takes_a_gains_share_more_than_two_bits(dim: int, bits: float) -> None:
+    assert CODEC.bits_per_value(Geometry(4, 2, dim, "bfloat16")) == bits
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    from tierkv.errors import ConfigError
+
+    other = CODEC.fit_state(Geometry(1, 3, 64, "float32"), [], [])
+    with pytest.raises(ConfigError, match="fit_moments"):
+        through("klt2", GEOMETRY, other, np.zeros(GEOMETRY.shape))
+
+
+def test_moments_are_taken_layer_by_layer_where_layers_have_codecs_of_their_own() -> None:
+    moments = example_moments(GEOMETRY)
+    layered = get("klt2,1=k3v2")
+    state = layered.fit_moments(GEOMETRY, moments)
+    single = Geometry(1, 3, 64, "float32")
+    first = Moments(*(field[:1] for field in moments))
+    mine = CODEC.fit_moments(single, first)
+    np.testing.assert_array_equal(state[: mine.size], mine)
+    np.testing.assert_array_equal(state[mine.size :], moments.key_mean[1].ravel())
