@@ -10,6 +10,7 @@ An answer counts as in the demo (`tierkv.study.episodes.recalled`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -35,17 +36,22 @@ Layers = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Facts(msgspec.Struct):
-    """Right answers, questions asked, and what was said instead, by episode and fact."""
+    """Of one form."""
 
-    right: int = 0
-    asked: int = 0
-    missed: dict[str, str] = msgspec.field(default_factory=dict)
+    bits_per_value: float
+    facts: int = 0
+    """Right answers."""
+    facts_asked: int = 0
+    facts_missed: dict[str, str] = msgspec.field(default_factory=dict)
+    """What was said instead, by episode and fact."""
+    seconds: float = 0.0
+    """All of it but the model's reading of the episodes, which forms share."""
 
     def count(self, episode: str, answer: probe.Answer) -> None:
-        self.asked += 1
-        self.right += answer.correct
+        self.facts_asked += 1
+        self.facts += answer.correct
         if not answer.correct:
-            self.missed[f"{episode}: {answer.probe.gold}"] = answer.text
+            self.facts_missed[f"{episode}: {answer.probe.gold}"] = answer.text
 
 
 class Aging(DynamicCache):  # type: ignore[misc]
@@ -57,9 +63,11 @@ class Aging(DynamicCache):  # type: ignore[misc]
         super().__init__(config=config)
         self.config, self.form = config, form
         self.packed = packed
-        """Tokens that are packed, or sinks: a prefix."""
+        """Sinks and packed tokens: a prefix."""
         for layer, (keys, values) in enumerate(layers):
             self.update(keys[None], values[None], layer)
+        self.bits_per_value = 8.0 * keys.itemsize
+        """Of what is packed; of all where nothing is."""
 
     def age(self) -> None:
         """Whole groups before the recent tokens become what the form gives back."""
@@ -77,6 +85,7 @@ class Aging(DynamicCache):  # type: ignore[misc]
             layer.keys[0, :, span] = keys
             layer.values[0, :, span] = values
         self.packed = span.stop
+        self.bits_per_value = held.bits_per_value
 
     @contextmanager
     def fork(self) -> Iterator[Cache]:
@@ -102,15 +111,17 @@ def ask(
 ) -> dict[str, Facts]:
     """Every probe of `episodes` over each form and over the exact cache, by form's name and `EXACT_CACHE`."""
     named = {EXACT_CACHE: None, **{form.name: form for form in forms}}
-    found = {name: Facts() for name in named}
+    found = dict[str, Facts]()
     for done, episode in enumerate(episodes):
         told(done, len(episodes), f"facts: {episode.name}")
         tokens = [token for span in spans(episode, tokenizer) for token in span.tokens]
         kv = prefill(model, tokens)
         for name, form in named.items():
+            begin = time.perf_counter()
             cache = Aging(model.config, form, kv)
             cache.age()
+            known = found.setdefault(name, Facts(cache.bits_per_value))
             for one in episode.probes:
-                found[name].count(episode.name, probe.ask(model, tokenizer, cache.fork, one, forward=forward))
-    told(len(episodes), len(episodes), "facts")
+                known.count(episode.name, probe.ask(model, tokenizer, cache.fork, one, forward=forward))
+            known.seconds += time.perf_counter() - begin
     return found
