@@ -41,7 +41,7 @@ class Zeros(Held):
 
 def test_sinks_and_recent_tokens_stay_exact_and_nothing_between_them_does() -> None:
     kv = torch.ones(2, 2, 1, SINKS + 64 + RECENT, 4)
-    given = through(Form("zeros", True, Zeros), kv)
+    given = through(Form("zeros", True, Zeros, 64), kv)
     tokens = given.amax((0, 1, 2, 4))
     assert torch.equal(tokens, given.amin((0, 1, 2, 4)))
     assert tokens.tolist() == [1.0] * 16 + [0.0] * 64 + [1.0] * 80
