@@ -75,7 +75,9 @@ def facts(
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         _require()
-        folder = _data(data)
+        from tierkv.benchmarks.quant.inputs import find_data
+
+        folder = find_data(data)
         from tierkv.benchmarks.quant import facts_report
         from tierkv.benchmarks.quant.plan import plan
         from tierkv.study.memdecay.cli import progress, show, stamped, write
