@@ -53,7 +53,7 @@ def calibrate(
 ) -> None:
     """Observe a model's keys, values and queries, so that a daemon's codec can be fitted to them (klt2).
 
-    About two minutes for SmolLM2-135M on two cores. A daemon finds the file when it fits the model the next time.
+    A minute and a half for SmolLM2-135M on two free cores. A daemon finds the file when it next fits the model.
     """
     with plain_errors():
         if importlib.util.find_spec("transformers") is None:
