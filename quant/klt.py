@@ -1,10 +1,10 @@
-"""klt2: a transform fitted to the model, and bits where they count. 2.16 bits a value at head_dim 64, 2.08 at 128.
+"""klt2 and klt25: a transform fitted to the model, and bits where they count; 2.16 and 2.66 bits a value.
 
 Each head's keys and values go through a matrix of its own into a space where channels are uncorrelated and sorted by
 what their errors cost (`klt_fit.py`, from moments that `tierkv calibrate` measures). There groups of 16 channels get 0
-to 5 bits each, two a channel on average over a layer's heads. As in the rotated family (`rotated.py`), keys lose the
+to 5 bits each, 2 (or 2.5) on average over a layer's heads. As in the rotated family (`rotated.py`), keys lose the
 head's mean first, and each token has one gain, the least-squares one, in 8 bits. Without moments the matrix is the
-rotated family's and every channel gets two bits: the quality is that of rotated2.
+rotated family's and all channels get like bits: klt2 is as good as rotated2 then.
 
     u = analysis (x - mean)     code = nearest level of u / gain     x' = gain * synthesis levels[code] + mean
 
@@ -49,21 +49,24 @@ from tierkv.quant.moments import Moments
 from tierkv.quant.rotated_encode import add_keys
 
 
-class KLT2(Codec):
-    name: ClassVar[str] = "klt2"
-    code: ClassVar[int] = codes.KLT2
+class KLT(Codec):
+    """What both share; a codec of it says how many bits a channel has on average."""
+
     takes_moments: ClassVar[bool] = True
-    mean_bits: ClassVar[int] = 2
+    mean_bits: ClassVar[float]
 
     def page_bytes(self, geometry: Geometry) -> int:
         if geometry.head_dim % GROUP:
             raise ConfigError(
                 f"{self.name} packs channels in groups of {GROUP}, and head_dim is {geometry.head_dim}; use k3v2"
             )
-        bits = geometry.num_kv_heads * (geometry.head_dim // GROUP) * self.mean_bits
+        bits = klt_fit.layer_bits(geometry, self.mean_bits)
         gains = (geometry.num_kv_heads - 1) * geometry.page_tokens  # `block_bytes` counts one head's
         sides = sum(gains + block_bytes(side, bits, geometry.page_tokens) for side in range(2))
         return geometry.num_layers * (8 * geometry.num_kv_heads + sides)
+
+    def kernel_code(self, geometry: Geometry) -> int:
+        return codes.KLT2  # where bits lie is in the state
 
     def state_floats(self, geometry: Geometry) -> int:
         return geometry.num_layers * 2 * geometry.num_kv_heads * record_floats(geometry.head_dim)
@@ -119,3 +122,15 @@ class KLT2(Codec):
                 "fit it from this model's moments or pages (fit_moments, fit_state)"
             )
         return state
+
+
+class KLT2(KLT):
+    name: ClassVar[str] = "klt2"
+    code: ClassVar[int] = codes.KLT2
+    mean_bits: ClassVar[float] = 2.0
+
+
+class KLT25(KLT):
+    name: ClassVar[str] = "klt25"
+    code: ClassVar[int] = codes.KLT25
+    mean_bits: ClassVar[float] = 2.5
