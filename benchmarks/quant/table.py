@@ -18,7 +18,11 @@ def render(records: Sequence[Record]) -> Group:
     return Group(
         _quality(records),
         _speed(records),
-        *([] if run.facts_exact is None else [f"Facts over the exact cache: {run.facts_exact}"]),
+        *(
+            []
+            if run.facts_exact is None
+            else [f"Facts over the exact cache: {run.facts_exact} of {records[0].facts_asked}"]
+        ),
         *skipped,
         f"Inputs: {escape('; '.join(run.inputs))}",
         f"Fitted on: {escape('; '.join(run.calibration))}",
