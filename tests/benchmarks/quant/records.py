@@ -26,7 +26,8 @@ def record_of(
             "codec": name, "bits_per_value": bits, "kl": kl, "top1": 1.0, "dnll": 0.0, "attn_error": 0.0,
             "peer": True, "note": "", "kl_ratio": 1.0, "kl_wins": 0, "attn_error_by_layer": [0.0],
             "kl_by_input": {"prose: types": kl},
-            "eight_b": {"bits_per_value": bits, **fast, **unread}, "run": run, "facts": facts, "facts_asked": None if facts is None else 24, **fast, **unread, **bounds,
+            "eight_b": {"bits_per_value": bits, **fast, **unread}, "run": run,
+            "facts": facts, "facts_asked": None if facts is None else 24, **fast, **unread, **bounds,
         },
         records.Record,
     )  # fmt: skip
