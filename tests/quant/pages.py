@@ -28,12 +28,15 @@ def gaussian_page(geometry: Geometry, seed: int = 0, scale: float = 1.0) -> NDAr
     return exact_page(geometry, np.random.default_rng(seed).standard_normal(geometry.shape) * scale)
 
 
+def gaussian_state(floats: int, seed: int = 1) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(floats).astype(np.float32)
+
+
 def example_state(codec: Codec, geometry: Geometry, seed: int = 1) -> NDArray[np.float32]:
     """Any state that the codec might have been fitted to."""
-    rng = np.random.default_rng(seed)
     if codec.takes_moments:
         return codec.fit_moments(geometry, example_moments(geometry, seed))
-    return rng.standard_normal(codec.state_floats(geometry)).astype(np.float32)
+    return gaussian_state(codec.state_floats(geometry), seed)
 
 
 def example_moments(geometry: Geometry, seed: int = 1) -> Moments:
