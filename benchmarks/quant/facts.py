@@ -5,7 +5,7 @@ and unpacked as soon as `RECENT` newer tokens follow: at once for the episode, t
 and answered. So what is being written stays exact, and what was asked for, long ago in the episode, is not. A group is
 a page of a codec's, 32 tokens of KIVI's, 64 of transformers' caches.
 
-An answer counts as in the demo (`tierkv.study.episodes.recalled`).
+An answer counts as in the demo (`tierkv.study.episodes.recalled`), and ends when that is clear.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Facts(msgspec.Struct):
     """Right answers."""
     facts_asked: int = 0
     facts_missed: dict[str, str] = msgspec.field(default_factory=dict)
-    """What was said instead, by episode and fact."""
-    seconds: float = 0.0
-    """All of it but the model's reading of the episodes, which forms share."""
+    """How the answer began instead, by episode and fact."""
+    cpu_seconds: float = 0.0
+    """Of all but the model's reading of the episodes, which forms share."""
 
     def count(self, episode: str, answer: probe.Answer) -> None:
         self.facts_asked += 1
@@ -117,11 +117,12 @@ def ask(
         tokens = [token for span in spans(episode, tokenizer) for token in span.tokens]
         kv = prefill(model, tokens)
         for name, form in named.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             cache = Aging(model.config, form, kv)
             cache.age()
             known = found.setdefault(name, Facts(cache.bits_per_value))
             for one in episode.probes:
-                known.count(episode.name, probe.ask(model, tokenizer, cache.fork, one, forward=forward))
-            known.seconds += time.perf_counter() - begin
+                answer = probe.ask(model, tokenizer, cache.fork, one, forward=forward, whole=False)
+                known.count(episode.name, answer)
+            known.cpu_seconds += time.process_time() - begin
     return found

@@ -49,14 +49,14 @@ def render(report: Report) -> Group:
         title=f"Facts of {len(report.episodes)} episodes, all but the first {report.sinks} and last {report.recent} "
         "tokens packed"
     )
-    for name in ("form", "bits", "facts", "seconds", "missed"):
+    for name in ("form", "bits", "facts", "CPU seconds", "missed"):
         table.add_column(name, justify="left" if name in ("form", "missed") else "right")
     for name, known in report.forms.items():
         table.add_row(
             name,
             f"{known.bits_per_value:.2f}",
             f"{known.facts} of {known.facts_asked}",
-            f"{known.seconds:.0f}",
+            f"{known.cpu_seconds:.0f}",
             escape(", ".join(known.facts_missed)),
         )
     skipped = [f"[bold]{name} is left out:[/] {escape(why)}" for name, why in report.skipped.items()]

@@ -15,10 +15,17 @@ def render(records: Sequence[Record]) -> Group:
     """Quality, then speed, then what the figures rest on. Raises `IndexError` without any record."""
     run = records[0].run
     skipped = [f"[bold]{name} is left out:[/] {escape(why)}" for name, why in run.skipped.items()]
+    facts = []
+    if run.facts_exact is not None:
+        facts.append(f"Facts over the exact cache: {run.facts_exact} of {records[0].facts_asked}")
     return Group(
         _quality(records),
         _speed(records),
-        *([] if run.facts_exact is None else [f"Facts over the exact cache: {run.facts_exact}"]),
+        *(
+            []
+            if run.facts_exact is None
+            else [f"Facts over the exact cache: {run.facts_exact} of {records[0].facts_asked}"]
+        ),
         *skipped,
         f"Inputs: {escape('; '.join(run.inputs))}",
         f"Fitted on: {escape('; '.join(run.calibration))}",

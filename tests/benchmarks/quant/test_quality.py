@@ -8,35 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.benchmarks.quant.through import kept
+from tests.benchmarks.quant.through import Zeros, kept
 from tierkv.benchmarks.quant import RECENT, SINKS, forms, records
 from tierkv.benchmarks.quant.calibrate import Calibration
 from tierkv.benchmarks.quant.exact import Exact
 from tierkv.benchmarks.quant.forms import Form
-from tierkv.benchmarks.quant.held import Held
 from tierkv.benchmarks.quant.pages import from_pages, to_pages
 from tierkv.benchmarks.quant.quality import Judge
 from tierkv.benchmarks.quant.run import through
 from tierkv.geometry import Geometry
 from tierkv.quant.moments import standard
-
-
-class Zeros(Held):
-    """Loses everything."""
-
-    def __init__(self, kv: torch.Tensor) -> None:
-        self._kv = torch.zeros_like(kv)
-
-    def encode(self) -> None: ...
-
-    def decode(self) -> None: ...
-
-    def kv(self) -> torch.Tensor:
-        return self._kv
-
-    @property
-    def bits_per_value(self) -> float:
-        return 0.0
 
 
 def test_sinks_and_recent_tokens_stay_exact_and_nothing_between_them_does() -> None:
