@@ -142,7 +142,7 @@ class KltPages:
             "HEADS": geometry.num_kv_heads, "TOKENS": geometry.page_tokens, "DIM": geometry.head_dim,
             "ITEM": geometry.item_bytes, "PAGES": self._tile_pages(), "CHUNK": CHUNK,
             "WIDTH": max(GROUP, next_power_of_two(geometry.head_dim)),
-            "num_warps": 8 if geometry.head_dim > 128 else 4,
+            "num_warps": 8 if geometry.head_dim > 64 else 4,
         }  # fmt: skip
 
 

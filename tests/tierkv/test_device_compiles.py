@@ -49,8 +49,8 @@ for key_bits in (2, 3):
     check(attention.attend_packed, 2, **form)
 for side in (0, 1):
     tile = dict(HEADS=8, TOKENS=16, DIM=DIM, SIDE=side, ITEM=2, PAGES=4, WIDTH=DIM, CHUNK=32)
-    check(klt.encode_side, 4, **tile)
-    check(klt.decode_side, 4, **tile)
+    check(klt.encode_side, 8, **tile)
+    check(klt.decode_side, 8, **tile)
 tile = dict(HEADS=8, SHARE=4, TOKENS=16, DIM=DIM, PAGES=4)
 check(attend_klt, 2, **tile, ROWS=least_columns(), MASS=True, QUARTER=DIM // 4)
 for matrix in (0, DIM * DIM):

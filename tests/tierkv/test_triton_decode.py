@@ -83,7 +83,7 @@ def test_klt2_pages_of_any_bits_are_attended_among_exact_ones(
 ) -> None:
     state = example_state(quant.get("klt2"), Geometry(2, 2, head_dim, dtype, tokens))
     case = make_case(
-        head_dim, dtype=dtype, head_dim=head_dim, kv_heads=2, page_tokens=tokens, row_pages=(3, 0, 1), low=low,
+        head_dim, dtype=dtype, head_dim=head_dim, kv_heads=2, page_tokens=tokens, row_pages=(4, 0, 2), low=low,
         codec_name="klt2", state=state,
     )  # fmt: skip
     assert (case.pages.kinds == Kind.QUANTIZED).any()
