@@ -61,9 +61,13 @@ def make_case(
     row_pages: tuple[int, ...] = (9,),
     low: float = 0.5,
     codec_name: str = "k3v2",
+    state: NDArray[np.float32] | None = None,
     full: bool = False,
 ) -> Case:
-    """Pages of random tokens in shuffled places of a pool; a share `low` of them packed, most of them partly filled."""
+    """Pages of random tokens in shuffled places of a pool; a share `low` of them packed, most of them partly filled.
+
+    Without a `state` the codec is fitted to the pages.
+    """
     rng = np.random.default_rng(seed)
     geometry = Geometry(2, kv_heads, head_dim, dtype, page_tokens)
     codec = quant.get(codec_name)
@@ -77,7 +81,8 @@ def make_case(
     kinds = np.where(rng.random(count) < low, Kind.QUANTIZED, Kind.EXACT).astype(np.int8)
     pages = torch.from_numpy(rng.standard_normal((count, *geometry.shape), np.float32)).to(DTYPES[dtype])
     exact = [page.contiguous().view(torch.uint8).numpy().reshape(-1) for page in pages]
-    state = codec.fit_state(geometry, exact, counts.tolist()) if count else np.zeros(0, np.float32)
+    if state is None:
+        state = codec.fit_state(geometry, exact, counts.tolist()) if count else np.zeros(0, np.float32)
     held = []
     for page in range(count):
         place = data[offsets[page] :]
