@@ -134,6 +134,8 @@ class TestEveryShape:
     def test_kernels_and_reference_decode_the_same_values(self, count: int) -> None:
         reference = page_values(self.geometry, exact_page(self.geometry, self.decoded))
         step = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}[self.geometry.dtype]
+        if self.codec.takes_moments:  # a product with a matrix: as many roundings a value as channels
+            step = max(step, 2**-17)
         decoded = decode(self.codec, self.geometry, self.packed, count, self.state)
         np.testing.assert_allclose(decoded, reference, rtol=step, atol=step)
 
