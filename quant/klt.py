@@ -37,16 +37,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
-
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.quant import codes, klt_fit, klt_kernels
 from tierkv.quant.contract import Bytes, Codec, Floats, NonFiniteValues
 from tierkv.quant.floats import KIND, page_words
 from tierkv.quant.klt_layout import GROUP, block_bytes, record_floats
+from tierkv.quant.mean_keys import mean_keys
 from tierkv.quant.moments import Moments
-from tierkv.quant.rotated_encode import add_keys
 
 
 class KLT(Codec):
@@ -78,14 +76,7 @@ class KLT(Codec):
             NonFiniteValues: a page holds NaN or infinity.
         """
         self.page_bytes(geometry)
-        total = np.zeros((geometry.num_layers, geometry.num_kv_heads, geometry.head_dim), np.float64)
-        for page, count in zip(pages, counts, strict=True):
-            add_keys(page_words(geometry, page), KIND[geometry.dtype], count, total)
-        if not np.isfinite(total).all():
-            raise NonFiniteValues(
-                f"a page to fit {self.name}'s mean keys from holds NaN or infinity; fit from other pages"
-            )
-        mean = (total / max(1, sum(counts))).astype(np.float32)
+        mean = mean_keys(self.name, geometry, pages, counts)
         return klt_fit.neutral(geometry, mean, self.mean_bits)
 
     def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
