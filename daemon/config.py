@@ -32,6 +32,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from tierkv import folders
 from tierkv.daemon import limits
 from tierkv.errors import ConfigError, UnknownRegion
 from tierkv.geometry import PAGE_TOKENS, Geometry
@@ -133,6 +134,13 @@ Score = Annotated[
 PinLevel = Literal["exact", "attendable"]
 
 
+def _default_calibration() -> Path | None:
+    try:
+        return folders.calibrations()
+    except RuntimeError:  # there is no home
+        return None
+
+
 class DaemonConfig(BaseSettings):
     """Every setting of one daemon. Sizes in bytes, times in seconds. `load_config` fills it from its sources."""
 
@@ -158,6 +166,10 @@ class DaemonConfig(BaseSettings):
     """Layers that have a form of their own in a low-bit page, for instance `0=exact,-1=exact` (-1: the last one)."""
     middle: str = ""
     """A second packed form, between exact and low-bit: int8, nf4 or kivi2; empty for none."""
+    calibration: Annotated[Path | None, BeforeValidator(lambda value: value or None)] = Field(
+        default_factory=_default_calibration
+    )
+    """File or folder of `tierkv calibrate`, for codecs that are fitted from it (klt2); empty: from pages alone."""
     policy: str = "memdecay"
     """Which score decides what stays."""
     policy_file: Annotated[Path | None, BeforeValidator(lambda value: value or None)] = None
@@ -226,7 +238,7 @@ class DaemonConfig(BaseSettings):
             )
         return given | {"policy": policy.name, "policy_settings": settings_of(policy)}
 
-    @field_validator("state_dir", "policy_file")
+    @field_validator("state_dir", "policy_file", "calibration")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return value and _at_home(value).absolute()
@@ -354,6 +366,10 @@ def load_config(flags: Mapping[str, object] | None = None, file: str | Path | No
         config = DaemonConfig(**values)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as error:
         raise ConfigError("\n".join(_say(problem, origins) for problem in error.errors())) from None
+    if config.calibration is not None and origins["calibration"] != "default":
+        from tierkv.daemon import calibrations  # brings kernels
+
+        calibrations.check(config.calibration)
     if config.policy_file is not None:
         origin = f"policy file {config.policy_file}"
         origins |= {"policy_settings": origin} | ({} if "policy" in values else {"policy": origin})

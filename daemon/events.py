@@ -225,6 +225,7 @@ class FitCodec(NamedTuple):
     pages: tuple[int, ...]  # byte offsets in HBM
     counts: tuple[int, ...]
     dst: int
+    model_id: str = ""
 
 
 class SendPlan(NamedTuple):

@@ -176,6 +176,7 @@ class Incarnation:
             "ready": self.ready()._asdict(),
             "stats": snapshot.flat() if snapshot else {},
             "origins": self._origins,
+            "calibrations": dict(self.service.calibrations.fits),
         }
 
     # Parts -------------------------------------------------------------------------------------------------------
@@ -196,6 +197,7 @@ class Incarnation:
             digest_layers=(config.digest_layers or ALL_LAYERS) if config.digest_share else 0,
             measure_every=config.measure_every,
             middle=config.middle,
+            calibration=config.calibration,
         )
 
     def _brain(self, sizes: ServiceConfig) -> BrainLike:

@@ -20,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tierkv.daemon import scoring
+from tierkv.daemon.calibrations import Calibrations
 from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize, Summarize
 from tierkv.daemon.pools import BytePool, Bytes
 from tierkv.geometry import DTypeName, Geometry
@@ -68,6 +69,7 @@ class Mover:
         post: Callable[[MoveDone | MoveFailed], None],
         on_move: OnMove | None = None,
         measure_every: int = 0,
+        calibrations: Calibrations | None = None,
         middle: Codec | None = None,
     ) -> None:
         self._pools = pools
@@ -76,6 +78,7 @@ class Mover:
         self._post = post
         self._on_move = on_move
         self._measure_every = measure_every
+        self._calibrations = calibrations or Calibrations(None)
         self._encoded = 0
         self._queue: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -269,8 +272,12 @@ class Mover:
 
     def _fit(self, move: FitCodec) -> tuple[MoveDone, str, str, int]:
         hbm = self._pool("hbm")
-        pages = [hbm.read(offset, move.geometry.page_bytes) for offset in move.pages]
-        state = self._fitted(move.geometry, pages, move.counts)
+        state = None
+        if self._codec.takes_moments:
+            state = self._calibrations.fit(self._codec, move.model_id, move.geometry)
+        if state is None:
+            pages = [hbm.read(offset, move.geometry.page_bytes) for offset in move.pages]
+            state = self._fitted(move.geometry, pages, move.counts)
         floats = self._codec.state_floats(move.geometry)
         if state.dtype != np.float32 or state.size != floats:
             raise ValueError(

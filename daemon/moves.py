@@ -307,14 +307,16 @@ class Moves:
         return True
 
     def fit(self, model: Model, slots: list[int]) -> None:
-        """Fit the model's codec state from exact pages."""
+        """Fit the model's codec state; `slots` are exact pages that it may be fitted from."""
         state, pages = self.state, self.state.pages
         model.fitting = True
         size = SizeClass(model.state_bytes, model.state_bytes)
         move = self._launch(slots[0], Act.FIT, "hbm", size, model.state_offset, others=tuple(slots[1:]))
         offsets = tuple(int(pages.exact[slot]) for slot in slots)
         counts = tuple(int(pages.count[slot]) for slot in slots)
-        state.out.append(FitCodec(move.number, model.geometry, offsets, counts, model.state_offset))
+        state.out.append(
+            FitCodec(move.number, model.geometry, offsets, counts, model.state_offset, model.model_id)
+        )
 
     def _copy(
         self, slot: int, act: Act, src_pool: Pool, src: int, dst_pool: Pool, form: Kind

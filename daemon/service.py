@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tierkv.daemon import events, registry
 from tierkv.daemon.attach import Admission, AttachServer, Peer
+from tierkv.daemon.calibrations import Calibrations
 from tierkv.daemon.loop_contract import BrainLike, ServerMetrics
 from tierkv.daemon.middle import middle_codec
 from tierkv.daemon.mover import Mover, OnMove
@@ -64,6 +65,7 @@ class ServiceConfig:
     digest_layers: int = 0  # as workers are told: 0 for no digests
     measure_every: int = 0  # see `Mover`
     middle: str = ""  # codec of the middle form
+    calibration: Path | None = None  # see `Calibrations`
 
 
 BrainFactory = Callable[[ServiceConfig], BrainLike]
@@ -124,9 +126,10 @@ class Service:
         self._pools["host"] = self._host_pool
         self._open.callback(self._close_pools)
         self._registry = registry.Registry(config.state_dir)
+        self.calibrations = Calibrations(config.calibration)
         self.mover = Mover(
             self._pools, get_codec(config.codec), lambda result: self.loop.post(result), self._on_move,
-            config.measure_every, middle_codec(config.middle) if config.middle else None,
+            config.measure_every, self.calibrations, middle_codec(config.middle) if config.middle else None,
         )  # fmt: skip
         self.brain = self._brain_factory(config)
         self.loop = OwnerLoop(

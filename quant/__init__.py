@@ -13,11 +13,11 @@ from tierkv.quant.blockwise import NF4, Int8
 from tierkv.quant.contract import Codec, NonFiniteValues
 from tierkv.quant.exact import Exact
 from tierkv.quant.kivi2 import Kivi2
-from tierkv.quant.klt import KLT2
+from tierkv.quant.klt import KLT2, KLT25
 from tierkv.quant.rotated import K3V2, Rotated2
 
 _CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (K3V2(), KLT2(), Rotated2(), Kivi2(), Int8(), NF4(), Exact())
+    codec.name: codec for codec in (K3V2(), KLT2(), KLT25(), Rotated2(), Kivi2(), Int8(), NF4(), Exact())
 }
 
 NAMES: tuple[str, ...] = tuple(_CODECS)

@@ -13,4 +13,5 @@ ROTATED2: Final = 3
 INT8: Final = 4
 NF4: Final = 5
 KLT2: Final = 6
+KLT25: Final = 7
 EXACT: Final = 16

@@ -1,10 +1,10 @@
-"""klt2: a transform fitted to the model, and bits where they count. 2.16 bits a value at head_dim 64, 2.08 at 128.
+"""klt2 and klt25: a transform fitted to the model, and bits where they count; 2.16 and 2.66 bits a value.
 
 Each head's keys and values go through a matrix of its own into a space where channels are uncorrelated and sorted by
 what their errors cost (`klt_fit.py`, from moments that `tierkv calibrate` measures). There groups of 16 channels get 0
-to 5 bits each, two a channel on average over a layer's heads. As in the rotated family (`rotated.py`), keys lose the
+to 5 bits each, 2 (or 2.5) on average over a layer's heads. As in the rotated family (`rotated.py`), keys lose the
 head's mean first, and each token has one gain, the least-squares one, in 8 bits. Without moments the matrix is the
-rotated family's and every channel gets two bits: the quality is that of rotated2.
+rotated family's and all channels get like bits: klt2 is as good as rotated2 then.
 
     u = analysis (x - mean)     code = nearest level of u / gain     x' = gain * synthesis levels[code] + mean
 
@@ -37,33 +37,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
-
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.quant import codes, klt_fit, klt_kernels
 from tierkv.quant.contract import Bytes, Codec, Floats, NonFiniteValues
 from tierkv.quant.floats import KIND, page_words
 from tierkv.quant.klt_layout import GROUP, block_bytes, record_floats
+from tierkv.quant.mean_keys import mean_keys
 from tierkv.quant.moments import Moments
-from tierkv.quant.rotated_encode import add_keys
 
 
-class KLT2(Codec):
-    name: ClassVar[str] = "klt2"
-    code: ClassVar[int] = codes.KLT2
+class KLT(Codec):
+    """What both share; a codec of it says how many bits a channel has on average."""
+
     takes_moments: ClassVar[bool] = True
-    mean_bits: ClassVar[int] = 2
+    mean_bits: ClassVar[float]
 
     def page_bytes(self, geometry: Geometry) -> int:
         if geometry.head_dim % GROUP:
             raise ConfigError(
                 f"{self.name} packs channels in groups of {GROUP}, and head_dim is {geometry.head_dim}; use k3v2"
             )
-        bits = geometry.num_kv_heads * (geometry.head_dim // GROUP) * self.mean_bits
+        bits = klt_fit.layer_bits(geometry, self.mean_bits)
         gains = (geometry.num_kv_heads - 1) * geometry.page_tokens  # `block_bytes` counts one head's
         sides = sum(gains + block_bytes(side, bits, geometry.page_tokens) for side in range(2))
         return geometry.num_layers * (8 * geometry.num_kv_heads + sides)
+
+    def kernel_code(self, geometry: Geometry) -> int:
+        return codes.KLT2  # where bits lie is in the state
 
     def state_floats(self, geometry: Geometry) -> int:
         return geometry.num_layers * 2 * geometry.num_kv_heads * record_floats(geometry.head_dim)
@@ -75,14 +76,7 @@ class KLT2(Codec):
             NonFiniteValues: a page holds NaN or infinity.
         """
         self.page_bytes(geometry)
-        total = np.zeros((geometry.num_layers, geometry.num_kv_heads, geometry.head_dim), np.float64)
-        for page, count in zip(pages, counts, strict=True):
-            add_keys(page_words(geometry, page), KIND[geometry.dtype], count, total)
-        if not np.isfinite(total).all():
-            raise NonFiniteValues(
-                f"a page to fit {self.name}'s mean keys from holds NaN or infinity; fit from other pages"
-            )
-        mean = (total / max(1, sum(counts))).astype(np.float32)
+        mean = mean_keys(self.name, geometry, pages, counts)
         return klt_fit.neutral(geometry, mean, self.mean_bits)
 
     def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
@@ -119,3 +113,15 @@ class KLT2(Codec):
                 "fit it from this model's moments or pages (fit_moments, fit_state)"
             )
         return state
+
+
+class KLT2(KLT):
+    name: ClassVar[str] = "klt2"
+    code: ClassVar[int] = codes.KLT2
+    mean_bits: ClassVar[float] = 2.0
+
+
+class KLT25(KLT):
+    name: ClassVar[str] = "klt25"
+    code: ClassVar[int] = codes.KLT25
+    mean_bits: ClassVar[float] = 2.5

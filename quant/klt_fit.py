@@ -42,7 +42,7 @@ def hadamard(size: int) -> Doubles:
     return scaled
 
 
-def neutral(geometry: Geometry, key_mean: Floats, mean_bits: int) -> Floats:
+def neutral(geometry: Geometry, key_mean: Floats, mean_bits: float) -> Floats:
     """The state without moments: signs and Hadamard as in the rotated family, and the same bits for every channel.
 
     Args:
@@ -56,14 +56,15 @@ def neutral(geometry: Geometry, key_mean: Floats, mean_bits: int) -> Floats:
         start += size
     rotation = rotation * signs(dim)
     shape = (geometry.num_layers, 2, geometry.num_kv_heads)
-    bits = np.full((*shape, dim // GROUP), mean_bits)
+    like = np.ones((geometry.num_kv_heads, dim // GROUP))
+    bits = np.broadcast_to(allocate(like, layer_bits(geometry, mean_bits)), (*shape, dim // GROUP))
     means = np.zeros((*shape, dim))
     means[:, 0] = key_mean
     matrices = np.broadcast_to(rotation, (*shape, dim, dim))
     return _state(geometry, bits, np.ones_like(bits, np.float64), means, matrices, matrices.swapaxes(-1, -2))
 
 
-def fit(geometry: Geometry, moments: Moments, mean_bits: int) -> Floats:
+def fit(geometry: Geometry, moments: Moments, mean_bits: float) -> Floats:
     """The state from moments of a model."""
     dim = geometry.head_dim
     shape = (geometry.num_layers, 2, geometry.num_kv_heads)
@@ -74,9 +75,8 @@ def fit(geometry: Geometry, moments: Moments, mean_bits: int) -> Floats:
         spread[:, side], analysis[:, side], synthesis[:, side] = transform(second, metric)
     shares = np.maximum(moments.share.astype(np.float64), FLOOR)[:, None, :, None]
     costs = spread * shares
-    bits = np.array(
-        [[allocate(costs[layer, side], mean_bits) for side in range(2)] for layer in range(shape[0])]
-    )
+    total = layer_bits(geometry, mean_bits)
+    bits = np.array([[allocate(costs[layer, side], total) for side in range(2)] for layer in range(shape[0])])
     means = np.zeros((*shape, dim))
     means[:, 0] = moments.key_mean
     return _state(geometry, bits, spread, means, analysis, synthesis)
@@ -101,8 +101,13 @@ def transform(second: Floats, metric: Floats) -> tuple[Doubles, Doubles, Doubles
     return groups, analysis, synthesis
 
 
-def allocate(costs: Doubles, mean_bits: int) -> NDArray[np.int64]:
-    """Bits of each group, `mean_bits` of them on average, one after the other to where the error falls most.
+def layer_bits(geometry: Geometry, mean_bits: float) -> int:
+    """Bits of all groups of a layer's keys, or of its values."""
+    return int(geometry.num_kv_heads * (geometry.head_dim // GROUP) * mean_bits)
+
+
+def allocate(costs: Doubles, total: int) -> NDArray[np.int64]:
+    """Bits of each group, `total` of them, one after the other to where the error falls most.
 
     Args:
         costs: `[heads, groups]`: what the groups' errors are worth without any bit.
@@ -115,7 +120,7 @@ def allocate(costs: Doubles, mean_bits: int) -> NDArray[np.int64]:
 
     best = [(-gain(group), group) for group in range(len(flat))]
     heapq.heapify(best)
-    for _ in range(mean_bits * len(flat)):
+    for _ in range(total):
         _, group = heapq.heappop(best)
         bits[group] += 1
         if bits[group] < MAX_BITS:

@@ -38,6 +38,7 @@ from tierkv.geometry import Geometry
 from tierkv.quant import codes, rotated_decode, rotated_encode
 from tierkv.quant.contract import Bytes, Codec, Floats, NonFiniteValues
 from tierkv.quant.floats import KIND, page_words
+from tierkv.quant.mean_keys import mean_keys
 from tierkv.quant.moments import Moments
 
 
@@ -67,14 +68,7 @@ class Rotated(Codec):
             NonFiniteValues: a page holds NaN or infinity.
         """
         self.page_bytes(geometry)
-        total = np.zeros((geometry.num_layers, geometry.num_kv_heads, geometry.head_dim), np.float64)
-        for page, count in zip(pages, counts, strict=True):
-            rotated_encode.add_keys(page_words(geometry, page), KIND[geometry.dtype], count, total)
-        if not np.isfinite(total).all():
-            raise NonFiniteValues(
-                f"a page to fit {self.name}'s mean keys from holds NaN or infinity; fit from other pages"
-            )
-        return (total / max(1, sum(counts))).astype(np.float32).ravel()
+        return mean_keys(self.name, geometry, pages, counts).ravel()
 
     def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
         """Their mean keys."""

@@ -77,8 +77,9 @@ class RotatedPages:
         means = state.reshape(*heads, dim) if state.size else np.zeros((*heads, dim), np.float32)
         matrix, scales = rotation_matrix(dim)
         transposed = np.ascontiguousarray(matrix.T)
-        self.means, self.forth, self.back, self.scales = (
-            torch.from_numpy(array).to(self.device) for array in (means, transposed, matrix, scales)
+        self.means, self.forth, self.back, self.scales, self.synthesis = (
+            torch.from_numpy(array).to(self.device)
+            for array in (means, transposed, matrix, scales, matrix * scales)
         )
         self.dtype: torch.dtype = getattr(torch, geometry.dtype)
 

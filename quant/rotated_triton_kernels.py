@@ -21,11 +21,11 @@ _V1, _V2 = (tl.constexpr(float(level)) for level in LEVELS_4)
 _VB1 = tl.constexpr(float(BOUNDARIES_4[0]))
 _STEPS = tl.constexpr(GAIN_STEPS)
 _NO_GAIN = tl.constexpr(NO_GAIN)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
-_SIGN_BIT = tl.constexpr(-0x80000000)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
+SIGN_BIT = tl.constexpr(-0x80000000)
 _TF32_BITS = tl.constexpr(-0x2000)  # all but the low 13 bits of a float32
-_LARGEST_F32 = tl.constexpr(3.4028234663852886e38)
+LARGEST_F32 = tl.constexpr(3.4028234663852886e38)
 _LEAST_FRACTION = tl.constexpr(2.0**-32)  # far below the least gain
 ALIGNMENT = tl.constexpr(64)
 
@@ -33,7 +33,7 @@ ALIGNMENT = tl.constexpr(64)
 @kernel
 def _with_sign(level: tl.tensor, code: tl.tensor, BIT: tl.constexpr) -> tl.tensor:
     """Levels, negated where bit BIT of `code` is set."""
-    sign = (code << (31 - BIT)) & _SIGN_BIT
+    sign = (code << (31 - BIT)) & SIGN_BIT
     return (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
@@ -61,6 +61,28 @@ def gain_of(code: tl.tensor) -> tl.tensor:
 
 
 @kernel
+def gain_code(gain: tl.tensor, top: tl.tensor) -> tl.tensor:
+    """The number of floors 2**-((c + 1/2) / 16) above `gain / top`; 255 from 2**-15.9 down and in a block of zeros."""
+    fraction = tl.where(top > 0, gain / tl.where(top > 0, top, 1.0), 0.0)
+    code = tl.ceil(tl.log2(tl.maximum(fraction, _LEAST_FRACTION)) * -_STEPS - 0.5)
+    return tl.minimum(tl.maximum(code, 0.0), 255.0).to(tl.int32)
+
+
+@kernel
+def block_exponent(largest: tl.tensor) -> tl.tensor:
+    """Of the power of two by which a block's largest magnitude (bits of a float32) comes to lie in [1, 2).
+
+    Scaled by it, no square overflows.
+    """
+    return tl.minimum(tl.maximum((largest >> 23) - 127, -126), 126)
+
+
+@kernel
+def power_of_two(exponent: tl.tensor) -> tl.tensor:
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@kernel
 def product(x: tl.tensor, matrix: tl.tensor, sums: tl.tensor) -> tl.tensor:
     """`sums + x @ matrix`, for a matrix of few bits, nearly as exact as float32."""
     high = (x.to(tl.int32, bitcast=True) & _TF32_BITS).to(tl.float32, bitcast=True)
@@ -83,7 +105,7 @@ def block_start(
 
 
 @kernel
-def _centered(
+def centered(
     exact: tl.tensor, rows: tl.tensor, live: tl.tensor, means: tl.tensor, mean_rows: tl.tensor, channel: tl.tensor,
     SIDE: tl.constexpr, DIM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -96,7 +118,7 @@ def _centered(
 
 
 @kernel
-def _by_row(block: tl.tensor, GROUP: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
+def by_row(block: tl.tensor, GROUP: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
     """`[GROUP]` spread over the rows of its tokens."""
     return tl.reshape(tl.broadcast_to(block[:, None], (GROUP, TOKENS)), (GROUP * TOKENS,))
 
@@ -146,16 +168,14 @@ def encode_side(
     largest = tl.zeros((ROWS,), tl.int32)
     for start in range(0, DIM, CHUNK):
         channel = start + tl.arange(0, CHUNK)
-        x = _centered(exact, rows, live, means, mean_rows, channel, SIDE, DIM)
-        bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS
+        x = centered(exact, rows, live, means, mean_rows, channel, SIDE, DIM)
+        bits = x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
         largest = tl.maximum(largest, tl.max(bits, 1))
     block_largest = tl.max(tl.reshape(largest, (GROUP, TOKENS)), 1)
-    tl.store(flags + page, 1, mask=tl.max(block_largest, 0) >= _INFINITY_BITS)
+    tl.store(flags + page, 1, mask=tl.max(block_largest, 0) >= INFINITY_BITS)
 
-    # A block is scaled by a power of two, so that its largest magnitude lies in [1, 2) and no square overflows.
-    exponent = tl.minimum(tl.maximum((block_largest >> 23) - 127, -126), 126)
-    power = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-    row_power = _by_row(power, GROUP, TOKENS)
+    exponent = block_exponent(block_largest)
+    row_power = by_row(power_of_two(-exponent), GROUP, TOKENS)
     column = tl.arange(0, 4 * QUARTER)
     if SIDE == 0:
         rotated, valid = column, column < DIM
@@ -164,7 +184,7 @@ def encode_side(
     y = tl.zeros((ROWS, 4 * QUARTER), tl.float32)
     for start in range(0, DIM, CHUNK):
         channel = start + tl.arange(0, CHUNK)
-        x = _centered(exact, rows, live, means, mean_rows, channel, SIDE, DIM) * row_power[:, None]
+        x = centered(exact, rows, live, means, mean_rows, channel, SIDE, DIM) * row_power[:, None]
         inside = (channel < DIM)[:, None] & valid[None, :]
         y = product(x, tl.load(forth + rotated[None, :] * DIM + channel[:, None], mask=inside, other=0.0), y)
     y *= tl.load(scales + rotated, mask=valid, other=0.0)[None, :]
@@ -174,11 +194,8 @@ def encode_side(
     level = tl.where(valid[None, :], _level(_magnitudes(size, gain, BITS), BITS), 0.0)
     gain = tl.sum(size * level, 1) / tl.sum(level * level, 1)
     top = tl.max(tl.reshape(gain, (GROUP, TOKENS)), 1)
-    row_top = _by_row(top, GROUP, TOKENS)
-    # The number of floors 2**-((c + 1/2) / 16) above the fraction; 255 from 2**-15.9 down and in a block of zeros.
-    fraction = tl.where(row_top > 0, gain / tl.where(row_top > 0, row_top, 1.0), 0.0)
-    code = tl.ceil(tl.log2(tl.maximum(fraction, _LEAST_FRACTION)) * -_STEPS - 0.5)
-    code = tl.minimum(tl.maximum(code, 0.0), 255.0).to(tl.int32)
+    row_top = by_row(top, GROUP, TOKENS)
+    code = gain_code(gain, row_top)
     gain = row_top * gain_of(code)
     coded = gain[:, None] > 0
     index = tl.where(coded, _magnitudes(size, gain, BITS), 0)
@@ -206,7 +223,7 @@ def encode_side(
         bytes_of_token = block + TOKENS + token * (DIM // 4)
         tl.store(bytes_of_token[:, None] + quad[None, :], tl.sum(parts, 1).to(tl.uint8), mask=inside)
     heads = program % GROUPS * GROUP + tl.arange(0, GROUP)
-    largest_gain = tl.minimum(top * ((exponent + 127) << 23).to(tl.float32, bitcast=True), _LARGEST_F32)
+    largest_gain = tl.minimum(top * power_of_two(exponent), LARGEST_F32)
     header = packed_floats + target // 4 + (layer * 2 + SIDE) * HEADS + heads
     tl.store(header, largest_gain, mask=heads < HEADS)
 

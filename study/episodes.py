@@ -110,3 +110,9 @@ def recalled(answer: str, gold: str) -> bool:
     """
     said = answer.lstrip(BEFORE_GOLD)
     return said.startswith(gold) and not said[len(gold) : len(gold) + 1].isalnum()
+
+
+def settled(answer: str, gold: str) -> bool:
+    """Whether `recalled` stays as it is, however the answer goes on. The last character may still be incomplete."""
+    said = answer.lstrip(BEFORE_GOLD)
+    return not gold.startswith(said) and not answer.endswith("\ufffd")

@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from tierkv.errors import ConfigError
+from tierkv.folders import cache_root
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
@@ -42,9 +43,8 @@ class Manifest(msgspec.Struct):
 
 
 def cache_folder() -> Path:
-    """`$TIERKV_CACHE/smollm2-135m`, by default under `~/.cache/tierkv`."""
-    root = os.environ.get("TIERKV_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "tierkv") / "smollm2-135m"
+    """Where the converted model lies."""
+    return cache_root() / "smollm2-135m"
 
 
 def find_gguf() -> Path:
@@ -63,7 +63,9 @@ def find_gguf() -> Path:
     return files[0]
 
 
-def load_smollm2(dtype: torch.dtype = torch.float32) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+def load_smollm2(
+    dtype: torch.dtype | str = torch.float32,
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """The model (evaluation mode, SDPA attention) and its tokenizer. The first call of a machine converts (~30 s).
 
     Raises:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tierkv.study.episodes import Probe, recalled
+from tierkv.study.episodes import Probe, recalled, settled
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -111,8 +111,14 @@ def ask(
     probe: Probe,
     label: Callable[[Cache, int], None] | None = None,
     forward: Forward = forward,
+    whole: bool = True,
 ) -> Answer:
-    """Continue the probe's prompt greedily over a fork. `label` is told the prompt's token count before it runs."""
+    """Continue the probe's prompt greedily over a fork.
+
+    Args:
+        label: is told the prompt's token count before it runs.
+        whole: go on when it is already clear whether the answer is right.
+    """
     prompt = tokenizer(probe.prompt, add_special_tokens=False).input_ids
     answer: list[int] = []
     decode_seconds = []
@@ -120,7 +126,7 @@ def ask(
         if label is not None:
             label(cache, len(prompt))
         answer.append(forward(model, cache, prompt))
-        while len(answer) < ANSWER_TOKENS:
+        while len(answer) < ANSWER_TOKENS and (whole or not settled(tokenizer.decode(answer), probe.gold)):
             begin = time.perf_counter()
             answer.append(forward(model, cache, answer[-1:]))
             decode_seconds.append(time.perf_counter() - begin)

@@ -187,8 +187,10 @@ def _watched(
         hook.remove()
 
 
-def load_model(folder: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2 (extra `study`), or the transformers model of a folder, in float32.
+def load_model(
+    folder: Path | None, dtype: torch.dtype | str = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2 (extra `study`), or the transformers model of a folder; `auto` is the dtype that it was saved in.
 
     Raises:
         ConfigError: it is not there or cannot be read.
@@ -196,13 +198,13 @@ def load_model(folder: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenize
     if folder is None:
         from tierkv.study.model import load_smollm2
 
-        return load_smollm2()
+        return load_smollm2(dtype)
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; name one with a transformers model and its tokenizer")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -12,7 +12,7 @@ such tokens are low-bit in a long session. What counts is what queries get from 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,11 +83,18 @@ class _Sums:
 
 @torch.inference_mode()
 def observe(
-    model: PreTrainedModel, texts: Sequence[Sequence[int]], sinks: int = SINKS, recent: int = RECENT
+    model: PreTrainedModel,
+    texts: Sequence[Sequence[int]],
+    sinks: int = SINKS,
+    recent: int = RECENT,
+    told: Callable[[int], None] | None = None,
 ) -> Moments:
     """Run the model over each text (token ids) once. Its attention is afterwards what it was before.
 
     Layers with a sliding window, which have no pages, are left out.
+
+    Args:
+        told: is called with a text's number, from 0, when its turn comes.
 
     Raises:
         UnsupportedModel: tierkv cannot serve this model.
@@ -123,7 +130,9 @@ def observe(
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     take_over(model, _IMPLEMENTATION, attend)
     try:
-        for text in texts:
+        for number, text in enumerate(texts):
+            if told is not None:
+                told(number)
             model(input_ids=torch.tensor([list(text)], device=model.device), use_cache=False, **keep)
     finally:
         model.set_attn_implementation(before)

@@ -1,5 +1,5 @@
 """The commands of `tierkv`. Those that ask a daemon take `--json` and, but for `replay`, read only; 1 is the exit code
-when no daemon answers. `study` and `bench` need none to run: they write figures to a folder.
+when no daemon answers. `study`, `bench` and `calibrate` need none to run: they write files.
 
 `status` and `stats` ask over HTTP, which answers whatever the loop does; `explain`, `ping` and `replay` take a worker's
 way.
@@ -20,6 +20,7 @@ import msgspec
 import typer
 
 from tierkv.benchmarks.command import app as bench_app
+from tierkv.calibrate_command import calibrate
 from tierkv.daemon.config import load_config
 from tierkv.daemon.limits import show_bytes
 from tierkv.daemon.statedir import read_holder, read_http
@@ -58,6 +59,7 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
                 ("codec, policy", f"{now['codec']}, {now['policy']}"),
                 *([("middle form", now["middle"])] if now["middle"] else []),
                 *([("policy file", file)] if (file := now["config"]["policy_file"]) else []),
+                *(("model", f"{model}: {how}") for model, how in now["calibrations"].items()),
                 (
                     "sessions",
                     f"{stats['sessions']:.0f} of {stats['workers']:.0f} workers, {stats['tokens']:,.0f} tokens",
@@ -190,6 +192,9 @@ def replay(
             raise typer.Exit(1)
 
 
+app.command()(calibrate)
+
+
 @config_app.command()
 def show(
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
@@ -262,6 +267,6 @@ def _filled(stats: dict[str, float], pool: str) -> str:
 def _show(key: str, value: object) -> str:
     if key in ("hbm", "host") and isinstance(value, int):
         return f"{show_bytes(value)} ({value:,} bytes)"
-    if key == "policy_file":
+    if key in ("policy_file", "calibration"):
         return str(value) if value else "none"
     return "the policy's own" if value is None else json.dumps(value)

@@ -29,9 +29,9 @@ except ImportError as error:
 def kernel(function: Callable[..., object]) -> Any:
     """Compile a function for the device when it is first launched with its types and constants.
 
-    Every `layer` gets the same code, where triton would compile anew for 0, 1 and multiples of 16.
+    Every `layer` and number of `pages` get the same code, where triton would compile anew for 0, 1 and multiples of 16.
     """
-    varying = [name for name in ("layer",) if name in inspect.signature(function).parameters]
+    varying = [name for name in ("layer", "pages") if name in inspect.signature(function).parameters]
     return triton.jit(function, do_not_specialize=varying)
 
 

@@ -24,6 +24,8 @@ pages of this model, and in bfloat16 pages of one layer of an 8B model.
 - `encode_memcpy`, `decode_memcpy`: median ratio to memcpy; `attention_ms` and `attention_exact_ms` a token at
   `attention_tokens` tokens in place, all layers, and `attention_ratio`: packed over exact (a form that attention cannot
   read in place has none of these, null)
+- `facts`, `facts_asked`, `facts_missed`: with `--facts`, the demo's questions over caches whose old pages are all
+  packed (`facts.py`): right answers, questions, how wrong answers begin; `run.facts_exact`: over the exact cache
 - `eight_b`: bits, speeds and ratios for pages of the 8B geometry, null where they cannot be packed
 - `run`: what all records share: command, date, model, machine, `inputs`, `calibration`, `skipped`
 """

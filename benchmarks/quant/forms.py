@@ -27,6 +27,8 @@ class Form(NamedTuple):
     name: str
     peer: bool
     hold: Callable[[torch.Tensor], Held]
+    group: int
+    """It packs a multiple of so many tokens."""
     note: str = ""
 
 
@@ -61,7 +63,8 @@ def build(names: Sequence[str], seen: Calibration) -> tuple[list[Form], list[Ski
 
 def _form(name: str, seen: Calibration) -> Form:
     if name == BASELINE:
-        return Form(name, True, peers.Kivi, "KIVI, arXiv 2402.02750: groups of 32, float16 scale and zero")
+        note = "KIVI, arXiv 2402.02750: groups of 32, float16 scale and zero"
+        return Form(name, True, peers.Kivi, peers.GROUP, note)
     if setting := hf_peers.SETTINGS.get(name):
         if importlib.util.find_spec(hf_peers.PACKAGE[setting.backend]) is None:
             raise ConfigError('not installed: pip install ".[bench]" in a checkout of tierkv')
@@ -69,9 +72,10 @@ def _form(name: str, seen: Calibration) -> Form:
             f"transformers' QuantizedCache, groups of {hf_peers.GROUP}, axes {setting.axis_key} (keys) and "
             f"{setting.axis_value} (values), scale and zero in the model's dtype"
         )
-        return Form(name, True, partial(hf_peers.Cache, setting), note)
+        return Form(name, True, partial(hf_peers.Cache, setting), hf_peers.GROUP, note)
     codec = quant.get(name)
-    return Form(name, False, partial(Pages, codec, seen.geometry, fit(codec, seen)))
+    hold = partial(Pages, codec, seen.geometry, fit(codec, seen))
+    return Form(name, False, hold, seen.geometry.page_tokens)
 
 
 def _try(form: Form, geometry: Geometry) -> None:

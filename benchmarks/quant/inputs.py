@@ -55,6 +55,18 @@ GRAIN = 64
 """What is packed is a multiple of so many tokens: the longest group of a form."""
 
 
+def find_data(given: Path | None) -> Path | None:
+    """The folder of tau-airline, or `None` where there is none and none was asked for."""
+    folder = given or DATA
+    if (folder / FILE).is_file():
+        return folder
+    if given is not None:
+        raise ConfigError(
+            f"{given} holds no {FILE}; leave --data out to run on the texts that are here anyway"
+        )
+    return None
+
+
 class Text(NamedTuple):
     family: str
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ from tierkv.benchmarks.pairs import Figures
 from tierkv.benchmarks.quant.quality import Loss
 from tierkv.benchmarks.quant.speed import Speed
 from tierkv.study.memdecay.statistics import bootstrap
+
+if TYPE_CHECKING:
+    from tierkv.benchmarks.quant.facts import Facts
 
 
 class Timed(NamedTuple):
@@ -49,6 +52,7 @@ class Run(msgspec.Struct, frozen=True):
     inputs: list[str]
     calibration: list[str]
     skipped: dict[str, str]
+    facts_exact: int | None = None  # over the exact cache
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -83,6 +87,9 @@ class Record(msgspec.Struct, frozen=True):
     kl_by_input: dict[str, float]
     eight_b: EightB | None
     run: Run
+    facts: int | None = None
+    facts_asked: int | None = None
+    facts_missed: dict[str, str] | None = None
 
 
 class Estimate(NamedTuple):
@@ -110,7 +117,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 def record(
     name: str, peer: bool, note: str, losses: Sequence[Loss], baseline: Sequence[Loss], here: Timed,
-    eight_b: Timed | None, run: Run,
+    eight_b: Timed | None, run: Run, known: Facts | None = None,
 ) -> Record:  # fmt: skip
     """`losses` and `baseline` are by input, in the order of `run.inputs`."""
     kl, theirs = [loss.kl for loss in losses], [loss.kl for loss in baseline]
@@ -135,6 +142,9 @@ def record(
         "eight_b": _timed(eight_b) if eight_b else None,
         "run": run,
     }
+    if known is not None:
+        for key in ("facts", "facts_asked", "facts_missed"):
+            figures[key] = getattr(known, key)
     return msgspec.convert(figures | _timed(here), Record)
 
 

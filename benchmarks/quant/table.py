@@ -15,9 +15,17 @@ def render(records: Sequence[Record]) -> Group:
     """Quality, then speed, then what the figures rest on. Raises `IndexError` without any record."""
     run = records[0].run
     skipped = [f"[bold]{name} is left out:[/] {escape(why)}" for name, why in run.skipped.items()]
+    facts = []
+    if run.facts_exact is not None:
+        facts.append(f"Facts over the exact cache: {run.facts_exact} of {records[0].facts_asked}")
     return Group(
         _quality(records),
         _speed(records),
+        *(
+            []
+            if run.facts_exact is None
+            else [f"Facts over the exact cache: {run.facts_exact} of {records[0].facts_asked}"]
+        ),
         *skipped,
         f"Inputs: {escape('; '.join(run.inputs))}",
         f"Fitted on: {escape('; '.join(run.calibration))}",
@@ -33,7 +41,9 @@ def _quality(records: Sequence[Record]) -> Table:
         title=f"{run.model}, {len(run.inputs)} inputs of {tokens} cached tokens: what {run.forced} next tokens lose "
         f"(first {run.sinks} and last {run.recent} exact)"
     )
-    for name in ("form", "bits", "KL, nats", "x KIVI-G32", "lower on", "top-1", "dNLL", "attention error"):
+    columns = ["form", "bits", "KL, nats", "x KIVI-G32", "lower on", "top-1", "dNLL", "attention error"]
+    asked = run.facts_exact is not None
+    for name in [*columns, "facts"] if asked else columns:
         table.add_column(name, justify="left" if name == "form" else "right")
     for one in sorted(records, key=lambda record: record.kl):
         table.add_row(
@@ -45,6 +55,7 @@ def _quality(records: Sequence[Record]) -> Table:
             _interval(one.top1, one.top1_low, one.top1_high, 3),
             _interval(one.dnll, one.dnll_low, one.dnll_high, 3),
             f"{one.attn_error:.4f}",
+            *([f"{one.facts} of {one.facts_asked}"] if asked else []),
         )
     return table
 

@@ -21,9 +21,9 @@ def _few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "CHECKED_PAGES", 4)
 
 
-@pytest.mark.parametrize("key_bits", [2, 3])
-def test_kernels_pass(key_bits: int) -> None:
-    assert device.check("float32", 16, key_bits, 2, DEVICE)
+@pytest.mark.parametrize("name", ["k3v2", "rotated2", "klt2"])
+def test_kernels_pass(name: str) -> None:
+    assert device.check("float32", 16, name, 2, DEVICE)
 
 
 def test_another_rotation_does_not_pass(
@@ -35,7 +35,7 @@ def test_another_rotation_does_not_pass(
 
     original = RotatedPages.decode
     monkeypatch.setattr(RotatedPages, "decode", mirrored)
-    assert not device.check("float32", 16, 3, 2, DEVICE)
+    assert not device.check("float32", 16, "k3v2", 2, DEVICE)
     assert capsys.readouterr().out.startswith("WRONG")
 
 

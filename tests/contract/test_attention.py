@@ -66,10 +66,12 @@ def make_case(
     low: float = 0.5,
     codec_name: str = "k3v2",
     middle_name: str = "",
+    state: NDArray[np.float32] | None = None,
     full: bool = False,
 ) -> Case:
     """Pages of random tokens in shuffled places of a pool; a share `low` of them packed, most of them partly filled.
-    With a middle form, half of the rest is of it.
+
+    With a middle form, half of the rest is of it. Without a `state` the codec is fitted to the pages.
     """
     rng = np.random.default_rng(seed)
     geometry = Geometry(2, kv_heads, head_dim, dtype, page_tokens)
@@ -87,7 +89,8 @@ def make_case(
         kinds[(kinds == Kind.EXACT) & (rng.random(count) < 0.5)] = Kind.MIDDLE
     pages = torch.from_numpy(rng.standard_normal((count, *geometry.shape), np.float32)).to(DTYPES[dtype])
     exact = [page.contiguous().view(torch.uint8).numpy().reshape(-1) for page in pages]
-    state = codec.fit_state(geometry, exact, counts.tolist()) if count else np.zeros(0, np.float32)
+    if state is None:
+        state = codec.fit_state(geometry, exact, counts.tolist()) if count else np.zeros(0, np.float32)
     held = []
     for page in range(count):
         place = data[offsets[page] :]

@@ -52,6 +52,8 @@ def client(state_dir: Path) -> Iterator[tierkv.Client]:
         until(lambda: watcher.stats()["hbm_used_bytes"] == 0, 5.0)
         session = client.open(SMALL, "small")
         step(client, session, 1, 40)
+        # Both sealed pages have their copy.
+        until(lambda: watcher.stats()["host_used_bytes"] == 2 * PAGE, 5.0)
         until(lambda: watcher.stats()["pages_host"] == 0 and watcher.stats()["moves_in_flight"] == 0, 5.0)
         before = counted(watcher)
         yield client

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.quant.pages import exact_page, gaussian_page, gaussian_state, page_values
+from tests.quant.pages import exact_page, example_state, gaussian_page, page_values
 from tests.triton_device import DEVICE  # skips the module where kernels cannot run
 from tierkv import quant
 from tierkv.errors import ConfigError
@@ -198,7 +198,7 @@ CASES = [
 @pytest.mark.parametrize(("key_bits", "dtype", "dim", "count"), CASES)
 def test_pages_pack_and_unpack_as_the_format_says(key_bits: int, dtype: str, dim: int, count: int) -> None:
     geometry = Geometry(LAYERS, HEADS, dim, dtype, TOKENS)  # type: ignore[arg-type]
-    state = gaussian_state(LAYERS * HEADS * dim)
+    state = example_state(quant.get("k3v2"), geometry)
     codec = RotatedPages(geometry, state, DEVICE, key_bits)
     pages, counts = [gaussian_page(geometry, seed=dim + count), gaussian_page(geometry, seed=7)], [count, 16]
     packed, flags = encode(codec, pages, counts)
@@ -214,7 +214,8 @@ def test_pages_pack_and_unpack_as_the_format_says(key_bits: int, dtype: str, dim
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bytes_are_those_of_the_cpu_codec_but_near_a_boundary(dtype: str) -> None:
     geometry = Geometry(LAYERS, HEADS, 64, dtype, TOKENS)  # type: ignore[arg-type]
-    state, cpu = gaussian_state(LAYERS * HEADS * 64), quant.get("k3v2")
+    cpu = quant.get("k3v2")
+    state = example_state(cpu, geometry)
     codec = RotatedPages(geometry, state, DEVICE)
     assert codec.page_bytes == cpu.page_bytes(geometry)
     page = gaussian_page(geometry, seed=2)

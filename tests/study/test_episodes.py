@@ -15,6 +15,7 @@ from tierkv.study.episodes import (
     load_episode,
     load_episodes,
     recalled,
+    settled,
     spans,
 )
 from tierkv.study.model import load_tokenizer
@@ -124,3 +125,20 @@ def test_a_gold_answer_begins_and_ends_at_token_borders(name, tokenizer):
         alone = tokenizer(probe.prompt).input_ids
         assert tokenizer(f"{probe.prompt} {probe.gold}").input_ids[: len(alone)] == alone
         assert len(tokenizer(f" {probe.gold}").input_ids) <= 8
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("", False),
+        (' "', False),
+        (" Max", False),
+        (" Maxifort", False),  # "Maxiforts" would be wrong
+        (" Maxifort\n", True),
+        (" Maxiforts", True),
+        (" Min", True),
+        (" \ufffd", False),  # the first of two tokens that may be a curly quotation mark
+    ],
+)
+def test_an_answer_is_settled_when_nothing_that_follows_can_change_it(answer: str, expected: bool) -> None:
+    assert settled(answer, "Maxifort") is expected

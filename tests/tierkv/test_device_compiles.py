@@ -16,13 +16,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 import triton.language as tl
 from tierkv.attention import triton_kernels as attention
-from tierkv.quant import rotated_triton_kernels as pages
+from tierkv.attention.triton_klt import attend_klt
+from tierkv.quant import klt_triton_kernels as klt, rotated_triton_kernels as pages
 from tierkv.triton_setup import least_columns
 
 BYTES, LONGS, INTS, FLOATS = "*u8", "*i64", "*i32", "*fp32"
 TYPES = dict(
     exact="*bf16", query="*bf16", pool="*bf16", packed=BYTES, sources=LONGS, targets=LONGS, offsets=LONGS,
-    counts=INTS, flags=INTS, items=INTS, spans=INTS, limit="fp32", scale="fp32", layer="i32",
+    counts=INTS, flags=INTS, items=INTS, spans=INTS, blocks=INTS, channels=INTS, limit="fp32", scale="fp32",
+    layer="i32", pages="i32",
 )
 
 def check(kernel, warps, **constants):
@@ -45,8 +47,16 @@ check(attention.attend_exact, 4, **tile, ROWS=16, MASS=True, OPERAND=tl.bfloat16
 for key_bits in (2, 3):
     form = dict(tile, ROWS=least_columns(), MASS=False, LAYERS=32, QUARTER=DIM // 4, KEY_BITS=key_bits)
     check(attention.attend_packed, 2, **form)
-check(attention.rotate_queries, 4, HEADS=8, SHARE=4, DIM=DIM, WIDTH=DIM, SLICE=32)
-check(attention.merge_items, 4, QUERY_HEADS=32, DIM=DIM, WIDTH=DIM, SLICE=32, BLOCK=16)
+for side in (0, 1):
+    tile = dict(HEADS=8, TOKENS=16, DIM=DIM, SIDE=side, ITEM=2, PAGES=4, WIDTH=DIM, CHUNK=32)
+    check(klt.encode_side, 8, **tile)
+    check(klt.decode_side, 8, **tile)
+tile = dict(HEADS=8, SHARE=4, TOKENS=16, DIM=DIM, PAGES=4)
+check(attend_klt, 2, **tile, ROWS=least_columns(), MASS=True, QUARTER=DIM // 4)
+for matrix in (0, DIM * DIM):
+    tile = dict(HEADS=8, SHARE=4, DIM=DIM, MATRIX=matrix, WIDTH=DIM, SLICE=32)
+    check(attention.prepare_queries, 4, **tile)
+    check(attention.merge_items, 4, **tile, BLOCK=16)
 print("compiled")
 """
 

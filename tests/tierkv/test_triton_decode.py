@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from tests.contract.test_attention import Case, make_case, random_query
+from tests.quant.pages import example_state
 from tests.triton_device import DEVICE  # skips the module where kernels cannot run
+from tierkv import quant
 from tierkv.attention.contract import Pages
 from tierkv.attention.reference import ReferenceAttention
 from tierkv.attention.triton_decode import LEAST_PAGES, PROGRAMS, decode, plan_pages
 from tierkv.errors import ConfigError
-from tierkv.geometry import DTypeName
+from tierkv.geometry import DTypeName, Geometry
+from tierkv.quant.klt_triton import KltPages
 from tierkv.quant.rotated_triton import RotatedPages
 from tierkv.table import Kind
 from tierkv.triton_setup import interpreting
@@ -35,7 +38,8 @@ def check(case: Case, ratio: int, seed: int, layer: int = 1, scale: float = 0.0)
     expected_mass = before.copy()
     expected = ReferenceAttention().decode(query, view, pages, layer, scale, expected_mass)
 
-    codec = RotatedPages(geometry, view.codec_state, DEVICE)
+    device_codec = KltPages if view.codec.name == "klt2" else RotatedPages
+    codec = device_codec(geometry, view.codec_state, DEVICE)
     pool, plan = torch.from_numpy(view.data).to(DEVICE), plan_pages(pages, kv_heads, DEVICE)
     mass = torch.from_numpy(before).to(DEVICE)
     got = decode(query.to(DEVICE), pool, plan, codec, layer, scale, mass)
@@ -61,6 +65,35 @@ def test_decode_is_the_softmax_over_pages_exact_and_packed(
 ) -> None:
     case = make_case(head_dim + ratio, dtype=dtype, head_dim=head_dim, kv_heads=2, row_pages=(5, 1), low=low)
     check(case, ratio, seed=ratio)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "ratio", "low", "tokens"),
+    [
+        ("float32", 16, 1, 1.0, 8),
+        ("float32", 64, 4, 1.0, 16),
+        ("bfloat16", 80, 3, 0.5, 16),
+        ("float16", 96, 2, 0.5, 32),
+        ("bfloat16", 128, 4, 0.5, 16),
+        ("float32", 48, 20, 0.5, 4),
+    ],
+)
+def test_klt2_pages_of_any_bits_are_attended_among_exact_ones(
+    dtype: DTypeName, head_dim: int, ratio: int, low: float, tokens: int
+) -> None:
+    state = example_state(quant.get("klt2"), Geometry(2, 2, head_dim, dtype, tokens))
+    case = make_case(
+        head_dim, dtype=dtype, head_dim=head_dim, kv_heads=2, page_tokens=tokens, row_pages=(4, 0, 2), low=low,
+        codec_name="klt2", state=state,
+    )  # fmt: skip
+    assert (case.pages.kinds == Kind.QUANTIZED).any()
+    check(case, ratio, seed=ratio)
+
+
+def test_long_rows_of_klt2_pages_are_cut_in_items_and_merged() -> None:
+    case = make_case(9, dtype="float32", kv_heads=1, row_pages=(3 * LEAST_PAGES, 5), codec_name="klt2")
+    assert len(plan_pages(case.pages, 1, DEVICE).packed_items) >= 2
+    check(case, 2, seed=9, layer=0)
 
 
 def test_a_row_without_pages_gives_zeros_and_minus_infinity() -> None:

@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.attention.contract import Attended, Pages
-from tierkv.attention.triton_kernels import attend_exact, attend_packed, merge_items, rotate_queries
+from tierkv.attention.triton_kernels import attend_exact, attend_packed, merge_items, prepare_queries
+from tierkv.attention.triton_klt import attend_klt
 from tierkv.errors import ConfigError
+from tierkv.quant.klt_triton import KltPages
 from tierkv.quant.rotated_triton import RotatedPages
 from tierkv.table import Kind
 from tierkv.triton_setup import interpreting, least_columns, next_power_of_two, tl
@@ -31,7 +33,7 @@ TILE_TOKENS = 64
 """Tokens that one step of a program attends."""
 
 SLICE = 32
-"""Channels of a query that one program rotates."""
+"""Channels of a query that one program takes into or out of the space of codes."""
 
 TILE_SIDE = 16
 """Rows that a product must have, and terms."""
@@ -87,14 +89,15 @@ def plan_pages(pages: Pages, kv_heads: int, device: torch.device | str) -> Devic
 
 
 def decode(
-    query: torch.Tensor, pool: torch.Tensor, pages: DevicePages, codec: RotatedPages, layer: int, scale: float,
-    page_mass: torch.Tensor | None = None,
+    query: torch.Tensor, pool: torch.Tensor, pages: DevicePages, codec: RotatedPages | KltPages, layer: int,
+    scale: float, page_mass: torch.Tensor | None = None,
 ) -> Attended:  # fmt: skip
     """One query a row over its pages.
 
     Args:
         query: `[rows, q_heads, head_dim]`, any float dtype; q_heads is a multiple of kv_heads.
         pool: uint8, a multiple of 4 bytes long; pages lie at multiples of 64.
+        codec: of the packed pages.
         layer: index into the pages' layers.
         scale: factor on the logits.
         page_mass: `[pages]` float32 in the order of `contract.Pages`, gets each page's attention probability added,
@@ -126,7 +129,11 @@ def decode(
     page_logs = floats(len(pages.order) if mass else 0, query_heads)
     query = query.contiguous()
     width, quarter = (max(TILE_SIDE, next_power_of_two(channels)) for channels in (dim, dim // 4))
-    slice_width = min(width, SLICE)
+    slices = {
+        "HEADS": heads, "SHARE": share, "DIM": dim, "MATRIX": dim * dim if codec.synthesis.ndim > 2 else 0,
+        "WIDTH": width, "SLICE": min(width, SLICE), "num_warps": 4,
+    }  # fmt: skip
+    by_slice = (rows * query_heads, width // slices["SLICE"])
     common = {
         "HEADS": heads, "SHARE": share, "TOKENS": geometry.page_tokens, "DIM": dim, "MASS": mass,
         "PAGES": max(1, TILE_TOKENS // geometry.page_tokens),
@@ -139,22 +146,24 @@ def decode(
             ROWS=max(TILE_SIDE, next_power_of_two(share)), num_warps=4, **common,
         )  # fmt: skip
     if packed_items:
-        rotated, biases = floats(rows, query_heads, dim), floats(rows, query_heads)
-        rotate_queries[(rows * query_heads, width // slice_width)](
-            query, codec.forth, codec.scales, codec.means, rotated, biases, layer,
-            HEADS=heads, SHARE=share, DIM=dim, WIDTH=width, SLICE=slice_width, num_warps=4,
-        )  # fmt: skip
-        attend_packed[(packed_items * heads,)](
-            rotated, biases, pool, pool.view(torch.float32), pages.offsets, pages.counts, pages.packed_items,
-            sums, logs, page_logs, layer, unit, LAYERS=geometry.num_layers, QUARTER=quarter,
-            KEY_BITS=codec.key_bits, ROWS=max(least_columns(), next_power_of_two(share)),
-            num_warps=min(4, quarter // TILE_SIDE), **common,
-        )  # fmt: skip
+        prepared, biases = floats(rows, query_heads, dim), floats(rows, query_heads)
+        prepare_queries[by_slice](query, codec.synthesis, codec.means, prepared, biases, layer, **slices)
+        found = (pages.offsets, pages.counts, pages.packed_items, sums, logs, page_logs, layer, unit)
+        form = {
+            "QUARTER": quarter, "ROWS": max(least_columns(), next_power_of_two(share)),
+            "num_warps": min(4, quarter // TILE_SIDE),
+        }  # fmt: skip
+        data = prepared, biases, pool, pool.view(torch.float32)
+        if isinstance(codec, KltPages):
+            tables = codec.blocks, codec.channels, codec.quantizers
+            attend_klt[(packed_items * heads,)](*data, *tables, *found, **form, **common)
+        else:
+            form |= {"LAYERS": geometry.num_layers, "KEY_BITS": codec.key_bits}
+            attend_packed[(packed_items * heads,)](*data, *found, **form, **common)
     out, log_sum_exp = floats(rows, query_heads, dim), floats(rows, query_heads)
-    merge_items[(rows * query_heads, width // slice_width)](
-        sums, logs, pages.spans, codec.back, codec.scales, out, log_sum_exp,
-        QUERY_HEADS=query_heads, DIM=dim, WIDTH=width, SLICE=slice_width, BLOCK=TILE_SIDE, num_warps=4,
-    )  # fmt: skip
+    merge_items[by_slice](
+        sums, logs, pages.spans, codec.synthesis, out, log_sum_exp, layer, BLOCK=TILE_SIDE, **slices
+    )
     if page_mass is not None:
         shares = torch.exp2(page_logs - log_sum_exp[pages.rows] * math.log2(math.e)).mean(1)
         page_mass.index_add_(0, pages.order, shares)

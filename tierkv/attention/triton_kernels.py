@@ -1,9 +1,11 @@
 """Decode attention over exact and rotated pages on a device, in place. Host side: `triton_decode.py`.
 
+klt2's pages have a kernel in `triton_klt.py`, which takes the place of `attend_packed`; the others are theirs too.
+
 Attention does not care for the order of pages, so a row's pages are cut in items of one form each, and one program
 (of `attend_exact` or `attend_packed`) takes an item and a KV head with all query heads that share it. It leaves what
 the item alone would give and its log-sum-exp, from which `merge_items` joins a row's items. Packed pages get queries
-from `rotate_queries`, and sums over them stay in rotated space until they are merged.
+from `prepare_queries`, and sums over them stay in the space of codes until they are merged.
 
 Logits are kept in units of log 2. Of a packed page, the four keys' channels of a byte go to four products with every
 fourth channel of the rotated query, and the four values of a byte to four sums of a quarter of the channels each.
@@ -25,31 +27,33 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @kernel
-def rotate_queries(
-    query: tl.tensor, forth: tl.tensor, scales: tl.tensor, means: tl.tensor, rotated: tl.tensor, biases: tl.tensor,
-    layer: tl.tensor, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SLICE: tl.constexpr,
+def prepare_queries(
+    query: tl.tensor, synthesis: tl.tensor, means: tl.tensor, prepared: tl.tensor, biases: tl.tensor,
+    layer: tl.tensor, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, MATRIX: tl.constexpr,
+    WIDTH: tl.constexpr, SLICE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """SLICE channels of a rotated query head, and its product with the mean key: `rotated` like `query`, in float32."""
+    """SLICE channels of a query head in the space of codes, and its product with the mean key.
+
+    synthesis: matrices out of the space of codes, `[layers, 2, HEADS]` of them MATRIX floats apart (0: one for all).
+    prepared: like `query`, in float32.
+    """
     place = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(0) % (HEADS * SHARE) // SHARE
     column = tl.arange(0, WIDTH)
     valid = column < DIM
     x = tl.load(query + place * DIM + column, mask=valid, other=0.0).to(tl.float32)
     channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     inside = channel < DIM
-    rows = tl.load(
-        forth + channel[:, None] * DIM + column[None, :], mask=inside[:, None] & valid[None, :], other=0.0
-    )
-    y = tl.sum(rows * x[None, :], 1) * tl.load(scales + channel, mask=inside, other=0.0)
-    tl.store(rotated + place * DIM + channel, y, mask=inside)
+    matrix = synthesis + (layer * 2 * HEADS + head) * MATRIX + column[:, None] * DIM + channel[None, :]
+    rows = tl.load(matrix, mask=valid[:, None] & inside[None, :], other=0.0)
+    tl.store(prepared + place * DIM + channel, tl.sum(rows * x[:, None], 0), mask=inside)
     if tl.program_id(1) == 0:
-        head = tl.program_id(0) % (HEADS * SHARE) // SHARE
         mean = tl.load(means + (layer * HEADS + head) * DIM + column, mask=valid, other=0.0)
         tl.store(biases + place, tl.sum(x * mean, 0))
 
 
 @kernel
-def _item(items: tl.tensor, index: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def read_item(items: tl.tensor, index: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Number and row (int64), first and last page of an item."""
     place = items + index * 4
     number, row = tl.load(place).to(tl.int64), tl.load(place + 1).to(tl.int64)
@@ -57,7 +61,7 @@ def _item(items: tl.tensor, index: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.
 
 
 @kernel
-def _tile(
+def tile_tokens(
     offsets: tl.tensor, counts: tl.tensor, first: tl.tensor, last: tl.tensor, PAGES: tl.constexpr, TOKENS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Tokens of PAGES pages from `first`: byte offset of the page, slot in it, and whether it is attended."""
@@ -69,7 +73,7 @@ def _tile(
 
 
 @kernel
-def _softmax_step(
+def softmax_step(
     logits: tl.tensor, largest: tl.tensor, total: tl.tensor, AXIS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Weights of a tile with tokens along AXIS, the factor on earlier sums, and the new largest logit and total."""
@@ -79,7 +83,7 @@ def _softmax_step(
 
 
 @kernel
-def _store_page_logs(
+def store_page_logs(
     logits: tl.tensor, page_logs: tl.tensor, heads: tl.tensor, wanted: tl.tensor, first: tl.tensor, last: tl.tensor,
     ROWS: tl.constexpr, QUERY_HEADS: tl.constexpr, PAGES: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -107,7 +111,7 @@ def attend_exact(
     """
     QUERY_HEADS: tl.constexpr = HEADS * SHARE
     head = tl.program_id(0) % HEADS
-    number, row, first, last = _item(items, tl.program_id(0) // HEADS)
+    number, row, first, last = read_item(items, tl.program_id(0) // HEADS)
     heads, wanted = head * SHARE + tl.arange(0, ROWS), tl.arange(0, ROWS) < SHARE
     query += row * (QUERY_HEADS * DIM)
     channel = tl.arange(0, WIDTH)
@@ -120,15 +124,15 @@ def attend_exact(
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     keys = (layer * 2 * HEADS + head) * (TOKENS * DIM)
     for page in range(first, last, PAGES):
-        offset, slot, live = _tile(offsets, counts, page, last, PAGES, TOKENS)
+        offset, slot, live = tile_tokens(offsets, counts, page, last, PAGES, TOKENS)
         rows = tl.multiple_of(offset // ITEM, ALIGNMENT // ITEM) + keys + slot * DIM
         k = tl.load(pool + rows[None, :] + channel[:, None], mask=live[None, :] & valid[:, None], other=0.0)
         logits = tl.where(
             live[None, :], tl.dot(q, k.to(OPERAND), input_precision="tf32") * scale, float("-inf")
         )
         if MASS:
-            _store_page_logs(logits, page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS)
-        weights, factor, largest, total = _softmax_step(logits, largest, total, 1)
+            store_page_logs(logits, page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS)
+        weights, factor, largest, total = softmax_step(logits, largest, total, 1)
         rows += HEADS * TOKENS * DIM
         v = tl.load(pool + rows[:, None] + channel[None, :], mask=live[:, None] & valid[None, :], other=0.0)
         acc = tl.dot(weights.to(OPERAND), v.to(OPERAND), acc * factor[:, None], input_precision="tf32")
@@ -154,14 +158,14 @@ def attend_packed(
     TOKENS: tl.constexpr, DIM: tl.constexpr, QUARTER: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
     KEY_BITS: tl.constexpr, MASS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One item of packed pages and KV head, as `attend_exact` does; `sums` stay rotated.
+    """One item of packed pages and KV head, as `attend_exact` does; `sums` stay in the space of codes.
 
     Products are transposed: codes are the tall factor, so that few query heads make a narrow tile, not an empty one.
-    rotated, biases: of `rotate_queries`. packed, packed_floats: the pool in bytes and in float32.
+    rotated, biases: of `prepare_queries`. packed, packed_floats: the pool in bytes and in float32.
     """
     QUERY_HEADS: tl.constexpr = HEADS * SHARE
     head = tl.program_id(0) % HEADS
-    number, row, first, last = _item(items, tl.program_id(0) // HEADS)
+    number, row, first, last = read_item(items, tl.program_id(0) // HEADS)
     heads, wanted = head * SHARE + tl.arange(0, ROWS), tl.arange(0, ROWS) < SHARE
     rotated += row * (QUERY_HEADS * DIM)
     biases += row * QUERY_HEADS
@@ -178,7 +182,7 @@ def attend_packed(
     key_start = block_start(layer, head, 0, LAYERS, HEADS, TOKENS, DIM, KEY_BITS)
     value_start = block_start(layer, head, 1, LAYERS, HEADS, TOKENS, DIM, KEY_BITS)
     for page in tl.range(first, last, PAGES, num_stages=1):  # bytes are too small for asynchronous copies
-        offset, slot, live = _tile(offsets, counts, page, last, PAGES, TOKENS)
+        offset, slot, live = tile_tokens(offsets, counts, page, last, PAGES, TOKENS)
         tops = packed_floats + offset // 4 + (layer * 2 * HEADS + head)
         block = packed + offset + key_start
         gain = tl.load(tops, mask=live, other=0.0) * gain_of(tl.load(block + slot, mask=live, other=_NO_GAIN))
@@ -202,10 +206,10 @@ def attend_packed(
         logits = tl.dot(_key_level(code, octet, 3, KEY_BITS), q3, logits, input_precision="tf32")
         logits = tl.where(live[:, None], (bias[None, :] + logits * gain[:, None]) * scale, float("-inf"))
         if MASS:
-            _store_page_logs(
+            store_page_logs(
                 tl.trans(logits), page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS
             )
-        weights, factor, largest, total = _softmax_step(logits, largest, total, 0)
+        weights, factor, largest, total = softmax_step(logits, largest, total, 0)
         weights *= value_gain[:, None]
         acc0 = tl.dot(level_4(values, 0), weights, acc0 * factor[None, :], input_precision="tf32")
         acc1 = tl.dot(level_4(values, 2), weights, acc1 * factor[None, :], input_precision="tf32")
@@ -242,15 +246,17 @@ def _weighted_sum(
 
 @kernel
 def merge_items(
-    sums: tl.tensor, logs: tl.tensor, spans: tl.tensor, back: tl.tensor, scales: tl.tensor, out: tl.tensor,
-    log_sum_exp: tl.tensor, QUERY_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sums: tl.tensor, logs: tl.tensor, spans: tl.tensor, synthesis: tl.tensor, out: tl.tensor, log_sum_exp: tl.tensor,
+    layer: tl.tensor, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, MATRIX: tl.constexpr,
+    WIDTH: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Join a row's items for one query head and SLICE channels; rotate the packed ones' sum back.
+    """Join a row's items for one query head and SLICE channels; the packed ones' sum leaves the space of codes.
 
+    synthesis: as of `prepare_queries`.
     spans: `[rows, 3]` int32: items `[s[0], s[1])` of a row are exact, `[s[1], s[2])` packed. A row without any gets
     zeros and -inf.
     """
+    QUERY_HEADS: tl.constexpr = HEADS * SHARE
     row, head = tl.program_id(0) // QUERY_HEADS, tl.program_id(0) % QUERY_HEADS
     first, middle = tl.load(spans + row * 3), tl.load(spans + row * 3 + 1)
     last = tl.load(spans + row * 3 + 2)
@@ -269,15 +275,12 @@ def merge_items(
     exact = _weighted_sum(
         sums, logs, first, middle, head, total, channel, valid, QUERY_HEADS, DIM, BLOCK, SLICE
     )
-    rotated = _weighted_sum(
+    coded = _weighted_sum(
         sums, logs, middle, last, head, total, column, column < DIM, QUERY_HEADS, DIM, BLOCK, WIDTH
     )
-    rotated *= tl.load(scales + column, mask=column < DIM, other=0.0)
-    matrix = tl.load(
-        back + channel[:, None] * DIM + column[None, :],
-        mask=valid[:, None] & (column < DIM)[None, :],
-        other=0.0,
-    )
+    matrix = synthesis + ((layer * 2 + 1) * HEADS + head // SHARE) * MATRIX
+    matrix += channel[:, None] * DIM + column[None, :]
+    rows = tl.load(matrix, mask=valid[:, None] & (column < DIM)[None, :], other=0.0)
     place = row.to(tl.int64) * QUERY_HEADS + head
-    tl.store(out + place * DIM + channel, exact + tl.sum(matrix * rotated[None, :], 1), mask=valid)
+    tl.store(out + place * DIM + channel, exact + tl.sum(rows * coded[None, :], 1), mask=valid)
     tl.store(log_sum_exp + place, total * _LOG_2)

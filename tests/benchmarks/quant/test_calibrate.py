@@ -14,8 +14,8 @@ from tierkv.benchmarks.quant.inputs import Text
 from tierkv.calibration import observe as observe_moments
 from tierkv.geometry import Geometry
 from tierkv.quant.contract import Floats
-from tierkv.quant.k3v2 import K3V2
 from tierkv.quant.moments import Moments, standard
+from tierkv.quant.rotated import K3V2
 
 GEOMETRY = Geometry(3, 2, 16, "float32")  # of tiny_models
 

@@ -14,7 +14,7 @@ import pytest
 
 from tierkv import quant
 from tierkv.benchmarks.quant import forms, records
-from tierkv.benchmarks.quant.run import plan
+from tierkv.benchmarks.quant.plan import plan
 from tierkv.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.benchmarks.quant.through import kept
+from tests.benchmarks.quant.through import Zeros, kept
 from tierkv.benchmarks.quant import RECENT, SINKS, forms, records
 from tierkv.benchmarks.quant.calibrate import Calibration
 from tierkv.benchmarks.quant.exact import Exact
 from tierkv.benchmarks.quant.forms import Form
-from tierkv.benchmarks.quant.held import Held
 from tierkv.benchmarks.quant.pages import from_pages, to_pages
 from tierkv.benchmarks.quant.quality import Judge
 from tierkv.benchmarks.quant.run import through
@@ -21,27 +20,9 @@ from tierkv.geometry import Geometry
 from tierkv.quant.moments import standard
 
 
-class Zeros(Held):
-    """Loses everything."""
-
-    def __init__(self, kv: torch.Tensor) -> None:
-        self._kv = torch.zeros_like(kv)
-
-    def encode(self) -> None: ...
-
-    def decode(self) -> None: ...
-
-    def kv(self) -> torch.Tensor:
-        return self._kv
-
-    @property
-    def bits_per_value(self) -> float:
-        return 0.0
-
-
 def test_sinks_and_recent_tokens_stay_exact_and_nothing_between_them_does() -> None:
     kv = torch.ones(2, 2, 1, SINKS + 64 + RECENT, 4)
-    given = through(Form("zeros", True, Zeros), kv)
+    given = through(Form("zeros", True, Zeros, 64), kv)
     tokens = given.amax((0, 1, 2, 4))
     assert torch.equal(tokens, given.amin((0, 1, 2, 4)))
     assert tokens.tolist() == [1.0] * 16 + [0.0] * 64 + [1.0] * 80

@@ -10,8 +10,8 @@ from tierkv.benchmarks.quant import in_place, speed
 from tierkv.benchmarks.quant.calibrate import Calibration, fit
 from tierkv.benchmarks.quant.pages import to_pages
 from tierkv.geometry import Geometry
-from tierkv.quant.k3v2 import K3V2
 from tierkv.quant.moments import standard
+from tierkv.quant.rotated import K3V2
 
 
 class Unread(K3V2):

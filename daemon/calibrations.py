@@ -1,0 +1,83 @@
+"""Calibration files of models (`tierkv calibrate` writes them), and states of codecs that are fitted from them.
+
+Files are looked for when a model's state is fitted, so that one written meanwhile is found. Nothing that is wrong with
+a file keeps a model from being served: it is logged, and the state comes from the model's pages instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from tierkv.errors import ConfigError
+from tierkv.geometry import Geometry
+from tierkv.quant import moments
+from tierkv.quant.contract import Codec, Floats
+
+log = logging.getLogger(__name__)
+
+UNCALIBRATED = "not calibrated: run tierkv calibrate"
+
+
+class Calibrations:
+    """Used by the mover's thread; `fits` may be read by any.
+
+    Args:
+        place: a file, or a folder of files `*.npz`; None for no calibrations. It need not exist.
+    """
+
+    def __init__(self, place: Path | None) -> None:
+        self._place = place
+        self.fits: dict[str, str] = {}
+        """By model, what the latest state of a codec that takes moments was fitted from."""
+
+    def fit(self, codec: Codec, model_id: str, geometry: Geometry) -> Floats | None:
+        """The state from the model's latest calibration, `None` where there is none that can be used."""
+        for file in self._files():
+            try:
+                if not self._is_of(file, model_id, geometry):
+                    continue
+                state = codec.fit_moments(geometry, moments.load(file)[0])
+            except (ConfigError, ValueError) as error:
+                log.warning("a calibration is left out: %s", error)
+                continue
+            self.fits[model_id] = f"calibrated ({file})"
+            log.info("model %s is %s", model_id, self.fits[model_id])
+            return state
+        self.fits[model_id] = UNCALIBRATED
+        log.warning("model %s is %s", model_id, UNCALIBRATED)
+        return None
+
+    def _files(self) -> list[Path]:
+        if self._place is None or not self._place.exists():
+            return []
+        if self._place.is_file():
+            return [self._place]
+        return sorted(self._place.glob("*.npz"), key=_written, reverse=True)
+
+    def _is_of(self, file: Path, model_id: str, geometry: Geometry) -> bool:
+        about = moments.read_about(file)
+        if not about.is_of(model_id):
+            return False
+        if not about.fits(geometry):
+            wanted = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
+            raise ConfigError(
+                f"{file} is of {model_id} with (layers, KV heads, head_dim) {about.shape}, and its pages have "
+                f"{wanted}; {moments.REDO}"
+            )
+        return True
+
+
+def check(place: Path) -> None:
+    """Raises `ConfigError` where the place was named and is not there, or is a file that is no calibration."""
+    if not place.exists():
+        raise ConfigError(f"calibration = {place} does not exist; name a file or folder of tierkv calibrate")
+    if place.is_file():
+        moments.read_about(place)
+
+
+def _written(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # gone meanwhile
+        return 0.0
