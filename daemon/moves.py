@@ -152,8 +152,9 @@ class Moves:
             return False
         if pages.host[slot] == NOWHERE and config.backup != "never" and not self.running(slot, Act.BACKUP):
             self.backup(slot)  # no room for an exact copy: the low-bit form stands for it, flagged lossy
-        reading = self.running(slot, Act.BACKUP) or self.running(slot, Act.SOFTEN)
-        if pages.quant[slot] != NOWHERE and not reading:
+        if (
+            pages.quant[slot] != NOWHERE and not pages.moving[slot]
+        ):  # nothing reads the exact replica any more
             self._switch(slot, Kind.QUANTIZED)
         return True
 

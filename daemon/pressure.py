@@ -195,6 +195,9 @@ class Pressure:
             (pages.ladder[ready] == Ladder.TIERED) & (pages.guard[ready] <= guard) & ~pages.refused[ready]
         )
         droppable = (pages.ladder[ready] == Ladder.DROP) & (pages.guard[ready] == Guard.NONE)
+        droppable &= (
+            pages.moving[ready] == 0
+        )  # its frame may be another page's before a fork's copy has read it
         without_slot: set[int] = set()
         for slot in self._scores.coldest_first(ready[tiered | droppable]):
             if missing <= 0 or moves.full():
