@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tierkv.daemon.acts import Act
 from tierkv.daemon.allocator import PoolAllocator
-from tierkv.daemon.moves import Act, Moves
+from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import FORMS, Goal
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind

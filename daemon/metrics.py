@@ -25,8 +25,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tierkv import errors
+from tierkv.daemon.acts import Act
 from tierkv.daemon.counters import Buckets, Counters
-from tierkv.daemon.moves import Act
 from tierkv.daemon.snapshot import TIERS, Snapshot
 from tierkv.protocol import Operation
 from tierkv.regions import REGION_NAMES

@@ -206,7 +206,7 @@ class Pressure:
             if model.index in without_slot:
                 continue
             if pages.ladder[slot] == Ladder.DROP:
-                moves.drop(slot, "budget")
+                moves.tiers.drop(slot, "budget")
                 missing -= model.exact.frame
                 continue
             if not model.ready:
@@ -483,4 +483,4 @@ class Pressure:
         plain = exact[pages.guard[exact] < Guard.EXACT]
         chosen = (plain if len(plain) else exact)[:FIT_PAGES]
         if len(chosen):
-            self._moves.fit(model, chosen.tolist())
+            self._moves.launch.fit(model, chosen.tolist())

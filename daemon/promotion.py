@@ -155,5 +155,5 @@ class Promotion:
             spare -= model.form(form).item
             if not self._pressure.may_encode(slot, form):
                 continue
-            if spare < model.exact.frame or self._moves.full() or not self._moves.encode(slot, form):
+            if spare < model.exact.frame or self._moves.full() or not self._moves.launch.encode(slot, form):
                 break
