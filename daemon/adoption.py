@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierkv.daemon.allocator import SizeClass, aligned
+from tierkv.daemon.allocator import aligned
 from tierkv.daemon.pages import Guard, Ladder
 from tierkv.daemon.sessions import Model, Session
 from tierkv.daemon.state import State
@@ -51,7 +51,7 @@ class Adoption:
         geometry = Geometry(
             fields.num_layers, fields.num_kv_heads, fields.head_dim, fields.dtype, fields.page_tokens
         )
-        _check(table, geometry)
+        _check(table, geometry, state.middle is not None)
         model = state.register_model(handed.model_id, geometry)
         self._claim_codec_state(model, table.codec_state)
         session = Session(
@@ -109,25 +109,23 @@ class Adoption:
         """Take the replicas that one worker reads; False when any of them could not be had.
 
         Sharers may have adopted different plans of the last owner. Each keeps what it reads until it has acknowledged:
-        an exact replica wins over a low-bit one, and a second replica of the same form retires at once.
+        the best form wins, and a second replica of the same form retires at once.
         """
         state, pages = self._state, self._state.pages
         whole = True
         if entry.kind != Kind.NONE:
-            column = pages.exact if entry.kind == Kind.EXACT else pages.quant
-            size_class = _size(model, entry.kind)
+            column, size_class = pages.replica(Kind(entry.kind)), model.form(entry.kind)
             if column[slot] != entry.offset:
                 whole = state.hbm.claim(size_class, entry.offset)
                 if whole and column[slot] != NOWHERE:
                     state.retire("hbm", size_class, entry.offset, slot)
                 elif whole:
                     column[slot] = entry.offset
-            if pages.exact[slot] != NOWHERE:
-                pages.kind[slot] = Kind.EXACT
-            elif pages.quant[slot] != NOWHERE:
-                pages.kind[slot] = Kind.QUANTIZED
+            held = [form for form in model.forms if pages.replica(form)[slot] != NOWHERE]
+            if held:
+                pages.kind[slot] = held[0]
         if entry.host_kind != Kind.NONE and pages.host[slot] != entry.host_offset:
-            size_class = _size(model, entry.host_kind)
+            size_class = model.form(entry.host_kind)
             if not state.host.claim(size_class, entry.host_offset):
                 whole = False
             elif pages.host[slot] != NOWHERE:
@@ -155,8 +153,8 @@ class Adoption:
             pages.digest[slot] = NOWHERE
 
 
-def _check(table: TableState, geometry: Geometry) -> None:
-    kinds = {kind.value for kind in Kind}
+def _check(table: TableState, geometry: Geometry, has_middle: bool) -> None:
+    kinds = {kind.value for kind in Kind if has_middle or kind is not Kind.MIDDLE}
     for entry in table.pages:
         parse_region(entry.region)
         if (
@@ -171,7 +169,3 @@ def _check(table: TableState, geometry: Geometry) -> None:
     tokens = sum(entry.count for entry in table.pages)
     if tokens != table.length:
         raise RequestError(f"session {table.session} hands back {tokens} tokens and says {table.length}")
-
-
-def _size(model: Model, kind: int) -> SizeClass:
-    return model.quant if kind == Kind.QUANTIZED else model.exact

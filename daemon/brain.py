@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tierkv.daemon import events, late
+from tierkv.daemon.acts import Act
 from tierkv.daemon.adoption import Adoption
 from tierkv.daemon.allocator import aligned
 from tierkv.daemon.events import Answer, Event, Instruction
@@ -24,7 +25,7 @@ from tierkv.daemon.explain import explain
 from tierkv.daemon.failures import refusal
 from tierkv.daemon.frames import RETRY_AFTER_SECONDS, Frames
 from tierkv.daemon.integrity import check_integrity
-from tierkv.daemon.moves import Act, Moves
+from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import Guard, Ladder
 from tierkv.daemon.pins import PIN_LEVELS, Pins
 from tierkv.daemon.pressure import Pressure
@@ -266,7 +267,7 @@ class Brain:
         copy = pages.add(state.new_page_id(), model.index, child.id, frame, int(child.ladder))
         pages.region[copy], pages.count[copy], pages.pin[copy] = pages.region[tail], pages.count[tail], 0
         child.pages.set_last(copy)
-        self.moves.fork(tail, copy, event.request)
+        self.moves.launch.fork(tail, copy, event.request)
 
     def _cropped(self, event: events.Cropped) -> None:
         state = self.state
@@ -373,7 +374,7 @@ class Brain:
         session.tail_open = False
         self.pins.pin(slot, session.region_pins.get(Region(int(pages.region[slot])), Guard.NONE), session)
         if session.ladder is Ladder.TIERED and self.config.backup == "on_seal" and not self.moves.full():
-            self.moves.backup(slot)
+            self.moves.launch.backup(slot)
 
     # Scores and pins -----------------------------------------------------------------------------------------
 

@@ -121,6 +121,7 @@ def show_banner(loaded: Loaded, info: dict[str, Any]) -> None:
             "codec, policy",
             f"{config.low_bit_form}, {config.policy} ({config.demotion}, backup {config.backup})",
         ),
+        *([("middle form", config.middle)] if config.middle else []),
         *([("policy file", str(config.policy_file))] if config.policy_file else []),
         ("metrics", f"{info['url']}/metrics"),
         ("life", _life(config)),

@@ -164,6 +164,8 @@ class DaemonConfig(BaseSettings):
     """Low-bit form of a page."""
     layer_codecs: Annotated[dict[str, str], NoDecode, BeforeValidator(parse_layers)] = {}
     """Layers that have a form of their own in a low-bit page, for instance `0=exact,-1=exact` (-1: the last one)."""
+    middle: str = ""
+    """A second packed form, between exact and low-bit: int8, nf4 or kivi2; empty for none."""
     calibration: Annotated[Path | None, BeforeValidator(lambda value: value or None)] = Field(
         default_factory=_default_calibration
     )
@@ -178,6 +180,8 @@ class DaemonConfig(BaseSettings):
     """`pressure`: a page keeps its fast replica until HBM is wanted; `eager` frees it as soon as its score allows."""
     backup: Literal["on_seal", "on_demote", "never"] = "on_seal"
     """When a page's exact bytes are copied to host memory."""
+    middle_below: Score | None = None
+    """Score below which a page may take the middle form; unset: halfway from `quantize_below` to `promote_above`."""
     quantize_below: Score | None = None
     offload_below: Score | None = None
     drop_below: Score | None = None
@@ -258,6 +262,18 @@ class DaemonConfig(BaseSettings):
                 )
         return value
 
+    @field_validator("middle")
+    @classmethod
+    def _known_middle(cls, value: str) -> str:
+        if not value:
+            return value
+        from tierkv.daemon.middle import MIDDLE_NAMES
+
+        if value not in MIDDLE_NAMES:
+            names = ", ".join(MIDDLE_NAMES)
+            raise ValueError(f"is not one of {names}, nor empty for none{_suggest(value, MIDDLE_NAMES)}")
+        return value
+
     @field_validator("pins")
     @classmethod
     def _regions(cls, value: dict[str, PinLevel]) -> dict[str, PinLevel]:
@@ -275,6 +291,16 @@ class DaemonConfig(BaseSettings):
         if 0 < self.host < SMALLEST_POOL:
             raise ConfigError(
                 f"host = {self.host} bytes; give at least {SMALLEST_POOL}, or 0 for no host tier"
+            )
+        if self.middle and (self.backup == "never" or not self.host):
+            why = 'backup = "never"' if self.backup == "never" else "host = 0"
+            raise ConfigError(
+                f"middle = {self.middle!r} with {why}: a page becomes low-bit from its exact copy in host memory, "
+                "never from its middle form, so without copies none could; leave middle out, or keep copies"
+            )
+        if self.middle_below is not None and not self.middle:
+            raise ConfigError(
+                f"middle_below = {self.middle_below:g} without a middle form; set middle, or leave it out"
             )
         if not self.low_watermark <= self.high_watermark < 1:
             raise ConfigError(

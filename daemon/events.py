@@ -15,6 +15,7 @@ from tierkv.geometry import Geometry
 from tierkv.protocol import Audit, Plan, Result, SessionOptions, SessionState
 from tierkv.quant.quality import ErrorRatios
 from tierkv.regions import Run
+from tierkv.table import Kind
 
 RequestToken = int
 """Names a waiting request; 0 where nobody waits."""
@@ -166,7 +167,7 @@ Event = (
 
 
 class Quantize(NamedTuple):
-    """Encode an exact page into a low-bit replica. Pools are `hbm` or `host`; answered by `MoveDone`/`MoveFailed`."""
+    """Encode an exact page into a packed replica. Pools are `hbm` or `host`; answered by `MoveDone`/`MoveFailed`."""
 
     move: int
     geometry: Geometry
@@ -178,6 +179,7 @@ class Quantize(NamedTuple):
     dst_pool: str
     dst: int
     key: int  # seeds the checksum of a host destination
+    form: int = Kind.QUANTIZED  # or MIDDLE
 
 
 class Copy(NamedTuple):

@@ -19,6 +19,8 @@ from tierkv.errors import RequestError
 from tierkv.protocol import Explained, Replica, Threshold
 from tierkv.table import NOWHERE, Kind
 
+FORM_NAMES = {Kind.EXACT: "exact", Kind.MIDDLE: "middle", Kind.QUANTIZED: "low-bit"}
+
 
 def explain(state: State, session_id: int, page: int = -1, token: int = -1) -> Explained:
     """Of row `page` of the session's table, or of the page that holds `token`; the other one is -1.
@@ -65,12 +67,17 @@ def explain(state: State, session_id: int, page: int = -1, token: int = -1) -> E
             name: Threshold(
                 value, bool(facts.score >= value if name == "promote_above" else facts.score < value)
             )
-            for name, value in state.thresholds._asdict().items()
+            for name, value in _thresholds(state).items()
         },
         mass=float(pages.mass[slot]),
         why=outlook.why(state, facts),
         next=outlook.what_next(state, facts),
     )
+
+
+def _thresholds(state: State) -> dict[str, float]:
+    own = state.thresholds._asdict()
+    return {"middle_below": state.middle_below, **own} if state.middle else own
 
 
 def _row(session: Session, page: int, token: int) -> int:
@@ -135,13 +142,12 @@ def _naming(slot: int, family: list[Session]) -> list[tuple[Session, int]]:
 def _replicas(state: State, slot: int) -> list[Replica]:
     pages, model = state.pages, state.model_of(slot)
     found = []
-    if pages.exact[slot] != NOWHERE:
-        found.append(Replica("exact", "hbm", model.exact.item))
-    if pages.quant[slot] != NOWHERE:
-        found.append(Replica("low-bit", "hbm", model.quant.item))
+    for form in model.forms:
+        if pages.replica(form)[slot] != NOWHERE:
+            found.append(Replica(FORM_NAMES[form], "hbm", model.form(form).item))
     if pages.digest[slot] != NOWHERE:
         found.append(Replica("digest", "hbm", model.digest.item))
     if pages.host[slot] != NOWHERE:
-        form = "low-bit" if pages.host_kind[slot] == Kind.QUANTIZED else "exact"
-        found.append(Replica(form, "host", state.host_class(slot).item))
+        host_form = FORM_NAMES[Kind(int(pages.host_kind[slot]))]
+        found.append(Replica(host_form, "host", state.host_class(slot).item))
     return found

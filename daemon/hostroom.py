@@ -23,11 +23,12 @@ from tierkv.table import NOWHERE, Kind
 
 
 class HostRoom:
-    def __init__(self, state: State) -> None:
+    """`drop` is how a page is dropped, `Tiers.drop`."""
+
+    def __init__(self, state: State, drop: Callable[[int, Reason], None]) -> None:
         self._state = state
+        self._drop = drop
         self._compressing = False
-        self.drop: Callable[[int, Reason], None] = lambda slot, reason: None
-        """Set by `Moves`: how a page is dropped."""
 
     def allocate(self, size_class: SizeClass, slot: int, compress: Callable[[int], bool]) -> int | None:
         """Offset of a host replica for `slot`; None when there is none now. What is given up retires first."""
@@ -70,7 +71,7 @@ class HostRoom:
         dropped = self._candidates(pages.kind == Kind.NONE)
         dropped = dropped[pages.score[dropped] < self._state.thresholds.drop_below]
         if len(dropped):
-            self.drop(int(dropped[np.argmin(pages.score[dropped])]), "host-full")
+            self._drop(int(dropped[np.argmin(pages.score[dropped])]), "host-full")
 
     def _candidates(self, condition: NDArray[np.bool_]) -> NDArray[np.int64]:
         pages = self._state.pages

@@ -43,6 +43,8 @@ def brain_config(config: DaemonConfig, hbm_bytes: int, host_bytes: int, epoch: i
         host_bytes=host_bytes,
         epoch=epoch,
         codec=config.low_bit_form,
+        middle=config.middle,
+        middle_below=config.middle_below,
         policy=policy_of(config.policy, config.policy_settings) if config.policy_settings else config.policy,
         page_tokens=config.page_tokens,
         straddle=config.layout == "straddling",
@@ -131,6 +133,7 @@ class Incarnation:
             "hbm_bytes": service.hbm_bytes,
             "host_bytes": service.host_bytes,
             "codec": self.config.low_bit_form,
+            "middle": self.config.middle,
             "policy": self.config.policy,
             "page_tokens": self.config.page_tokens,
             "config": self.config.model_dump(mode="json"),
@@ -193,6 +196,7 @@ class Incarnation:
             heartbeat_seconds=config.heartbeat_seconds,
             digest_layers=(config.digest_layers or ALL_LAYERS) if config.digest_share else 0,
             measure_every=config.measure_every,
+            middle=config.middle,
             calibration=config.calibration,
         )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tierkv.daemon.acts import Act
 from tierkv.daemon.allocator import PoolAllocator
-from tierkv.daemon.moves import Act, Moves
-from tierkv.daemon.pages import Goal
+from tierkv.daemon.moves import Moves
+from tierkv.daemon.pages import FORMS, Goal
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind
 
@@ -34,10 +35,9 @@ def _check_bytes(state: State, moves: Moves) -> None:
 
     for slot in pages.slots().tolist():
         model = state.model_of(slot)
-        if pages.exact[slot] != NOWHERE:
-            own("hbm", int(pages.exact[slot]), model.exact.item)
-        if pages.quant[slot] != NOWHERE:
-            own("hbm", int(pages.quant[slot]), model.quant.item)
+        for form in FORMS:
+            if pages.replica(form)[slot] != NOWHERE:
+                own("hbm", int(pages.replica(form)[slot]), model.form(form).item)
         if pages.host[slot] != NOWHERE:
             own("host", int(pages.host[slot]), state.host_class(slot).item)
         if pages.digest[slot] != NOWHERE:
@@ -80,6 +80,8 @@ def _check_pages(state: State) -> None:
         assert (kind == Kind.QUANTIZED) <= (pages.quant[slot] != NOWHERE), (
             "a low-bit page without its replica"
         )
+        assert (kind == Kind.MIDDLE) <= (pages.middle[slot] != NOWHERE), "a middle page without its replica"
+        assert kind in (Kind.EXACT, Kind.MIDDLE) or pages.middle[slot] == NOWHERE, "a page goes down two ways"
         assert (pages.host[slot] != NOWHERE) == (pages.host_kind[slot] != Kind.NONE)
         assert kind == Kind.EXACT or pages.exact[slot] == NOWHERE
         assert not pages.lossy[slot] or (

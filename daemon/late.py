@@ -18,7 +18,7 @@ def back_up(state: State, moves: Moves) -> None:
     bare = pages.live & pages.sealed & ~pages.doomed & (pages.host == NOWHERE) & (pages.kind == Kind.EXACT)
     bare &= (pages.ladder == Ladder.TIERED) & (pages.moving == 0) & (pages.retry_at <= state.now)
     for slot in np.flatnonzero(bare).tolist():
-        if moves.full() or not moves.backup(slot):
+        if moves.full() or not moves.launch.backup(slot):
             break
 
 
@@ -36,7 +36,7 @@ def summarize(state: State, moves: Moves) -> None:
             continue
         if moves.full():
             break
-        if not moves.digest(slot):
+        if not moves.launch.digest(slot):
             if state.may_hold_digest(state.sessions.get(owner)):
                 break
             spent.add(owner)

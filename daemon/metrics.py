@@ -25,8 +25,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tierkv import errors
+from tierkv.daemon.acts import Act
 from tierkv.daemon.counters import Buckets, Counters
-from tierkv.daemon.moves import Act
 from tierkv.daemon.snapshot import TIERS, Snapshot
 from tierkv.protocol import Operation
 from tierkv.regions import REGION_NAMES
@@ -36,9 +36,9 @@ CODES: tuple[str, ...] = tuple(
     sorted(vars(errors)[name].code for name in errors.__all__ if name != "from_wire")
 )
 
-ATTENDED_TIERS = ("hbm", "quantized", "host")
-LOW_BIT = "quantized"
-"""The tier within which a page may also change places, to empty a frame."""
+ATTENDED_TIERS = ("hbm", "middle", "quantized", "host")
+PACKED = ("middle", "quantized")
+"""Tiers within which a page may also change places, to empty a frame."""
 
 MOVE_REASONS = ("pressure", "budget", "threshold", "pin", "hot", "room", "recall")
 OUTCOMES = ("used", "late", "wasted")
@@ -171,7 +171,7 @@ class _FromSnapshot(Collector):
             yield _gauge(name, what, [], {(): value})
         yield _total(
             "moved_pages", "Pages that changed their tier.", ["src", "dst", "reason"], counters.moved_pages,
-            ((s, d, r) for s in ATTENDED_TIERS for d in ATTENDED_TIERS if s != d or s == LOW_BIT for r in MOVE_REASONS),
+            ((s, d, r) for s in ATTENDED_TIERS for d in ATTENDED_TIERS if s != d or s in PACKED for r in MOVE_REASONS),
         )  # fmt: skip
         yield _total("moved_bytes", "Bytes written by moves.", ["src", "dst"], counters.moved_bytes, MOVES)
         yield _total(

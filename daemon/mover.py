@@ -57,8 +57,9 @@ class Mover:
 
     Args:
         post: gets every result; called from the mover's thread.
-        measure_every: of so many pages encoded, the first one is decoded again and compared with its exact bytes; 0
-            measures none.
+        measure_every: of so many pages that become low-bit, the first one is decoded again and compared with its exact
+            bytes; 0 measures none.
+        middle: the codec of the middle form, if there is one.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class Mover:
         on_move: OnMove | None = None,
         measure_every: int = 0,
         calibrations: Calibrations | None = None,
+        middle: Codec | None = None,
     ) -> None:
         self._pools = pools
         self._codec = codec
+        self._middle = middle
         self._post = post
         self._on_move = on_move
         self._measure_every = measure_every
@@ -132,7 +135,8 @@ class Mover:
         """
         scoring.warm_up()
         dtypes: tuple[DTypeName, ...] = ("bfloat16", "float16", "float32")
-        for codec, dtype in itertools.product(self._codec.members(), dtypes):
+        codecs = self._codec.members() if self._middle is None else (*self._codec.members(), self._middle)
+        for codec, dtype in itertools.product(codecs, dtypes):
             geometry = Geometry(1, 1, WARM_UP_HEAD_DIM, dtype)
             page = np.zeros(geometry.page_bytes, np.uint8)
             state = codec.fit_state(geometry, [page], [1])
@@ -210,17 +214,27 @@ class Mover:
 
     def _quantize(self, move: Quantize) -> tuple[MoveDone, str, str, int]:
         source = self._source(move.src_pool, move.src, move.geometry.page_bytes, move.src_checksum, move.key)
-        state = self._state(move.geometry, move.codec_state)
+        codec, state = self._form(move.form, move.geometry, move.codec_state)
         pool = self._pool(move.dst_pool)
-        size = self._codec.page_bytes(move.geometry)
+        size = codec.page_bytes(move.geometry)
         in_place = pool.data is not None
         out = pool.read(move.dst, size) if in_place else np.empty(size, np.uint8)
-        self._codec.encode(move.geometry, source, move.count, state, out)
+        codec.encode(move.geometry, source, move.count, state, out)
         if not in_place:
             pool.write(move.dst, out)
         done = self._published(move.move, move.dst_pool, out, move.key)
+        if move.form == Kind.MIDDLE:
+            return done, move.src_pool, "middle", size
         done = done._replace(errors=self._measured(move, source, out, state))
         return done, move.src_pool, "quantized" if move.dst_pool == "hbm" else move.dst_pool, size
+
+    def _form(self, form: int, geometry: Geometry, codec_state: int) -> tuple[Codec, NDArray[np.float32]]:
+        """A packed form's codec and its state."""
+        if form != Kind.MIDDLE:
+            return self._codec, self._state(geometry, codec_state)
+        if self._middle is None:
+            raise ValueError("there is no middle form")
+        return self._middle, np.zeros(0, np.float32)
 
     def _measured(
         self, move: Quantize, exact: Bytes, packed: Bytes, state: NDArray[np.float32]
@@ -234,13 +248,15 @@ class Mover:
         return error_ratios(move.geometry, exact, decoded, move.count)
 
     def _summarize(self, move: Summarize) -> tuple[MoveDone, str, str, int]:
-        geometry, low_bit = move.geometry, move.src_kind == Kind.QUANTIZED
-        size = self._codec.page_bytes(geometry) if low_bit else geometry.page_bytes
-        source = self._source("host", move.src, size, move.src_checksum, move.key)
-        if low_bit:
-            exact = np.empty(geometry.page_bytes, np.uint8)
-            self._codec.decode(geometry, source, move.count, self._state(geometry, move.codec_state), exact)
-            source = exact
+        geometry = move.geometry
+        if move.src_kind == Kind.EXACT:
+            source = self._source("host", move.src, geometry.page_bytes, move.src_checksum, move.key)
+        else:
+            codec, state = self._form(move.src_kind, geometry, move.codec_state)
+            size = codec.page_bytes(geometry)
+            packed = self._source("host", move.src, size, move.src_checksum, move.key)
+            source = np.empty(geometry.page_bytes, np.uint8)
+            codec.decode(geometry, packed, move.count, state, source)
         shape = digest_shape(geometry, move.layers)
         digest = np.empty(shape.nbytes, np.uint8)
         write_digest(shape, source, move.count, digest)

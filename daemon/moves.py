@@ -1,91 +1,47 @@
-"""Moves: prepare pins the source and reserves the destination, complete publishes, fail undoes.
+"""Moves carry pages to their goals: prepare pins the source, complete publishes, fail undoes.
 
 A failed move keeps the source, is counted by reason and never raises. A page that must change its tier has a *goal*;
-`advance` starts whatever move is still missing and, when every replica that the goal needs exists, switches the page
-over: the table changes first, and the memory of the replica that it leaves retires.
+`advance` starts whatever move is still missing and, when every replica that the goal needs exists and no move reads the
+others any more, switches the page over.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import NamedTuple
-
-import numpy as np
-
-from tierkv.daemon.allocator import SizeClass
-from tierkv.daemon.events import Copy, FitCodec, Quantize, RequestToken, Summarize
+from tierkv.daemon.acts import HBM_FORM, HOST_FORM, PACKS, RECALLS, RELOCATES, Act, Move
+from tierkv.daemon.flights import Flights
 from tierkv.daemon.hostroom import HostRoom
-from tierkv.daemon.pages import REASONS, Goal, Guard, Ladder, Outcome, Reason
-from tierkv.daemon.sessions import Model
-from tierkv.daemon.state import Pool, State
-from tierkv.prefetch.digests import digest_shape
+from tierkv.daemon.launcher import Launcher
+from tierkv.daemon.pages import Goal, Reason
+from tierkv.daemon.state import State
+from tierkv.daemon.tiers import Tiers
 from tierkv.table import NOWHERE, Kind
 
 RETRY_SECONDS = 0.25
 """A page whose move failed is left alone for this long."""
 
 
-class Act(Enum):
-    """What a move does; the value is `(source, destination)` for counters."""
-
-    BACKUP = ("hbm", "host")
-    ENCODE = ("hbm", "quantized")
-    PACK = ("quantized", "host")  # a low-bit replica goes to host as it is
-    RELOCATE = ("quantized", "quantized")
-    PROMOTE = ("host", "hbm")
-    RECALL = ("host", "quantized")
-    COMPRESS = ("host", "host")  # an exact host replica becomes low-bit
-    DIGEST = ("host", "digest")  # what a cold page leaves in HBM
-    FORK = ("hbm", "hbm")
-    FIT = ("hbm", "codec")
-
-
-class Move(NamedTuple):
-    number: int
-    act: Act
-    slot: int  # the page read; for FIT the first of them
-    pool: Pool  # of the destination
-    size_class: SizeClass
-    destination: int
-    others: tuple[int, ...] = ()  # FORK: the new page; FIT: the other pages read
-    request: RequestToken = 0
-
-
 class Moves:
-    """Starts moves, completes them, and carries pages to their goals."""
-
     def __init__(self, state: State) -> None:
         self.state = state
-        self.room = HostRoom(state)
-        self.room.drop = self.drop
-        self.flying: dict[int, Move] = {}
-        self._acts: dict[int, set[Act]] = {}  # slot -> what runs on it
-        self._reason: dict[int, Reason] = {}  # slot -> why it has a goal
-        self._next = 1
-        self._bandwidth_debt = 0.0
-        self._debt_at = 0.0
-
-    # What may start ------------------------------------------------------------------------------------------
+        self._flights = Flights(state)
+        self.tiers = Tiers(state)
+        self.launch = Launcher(state, self._flights, HostRoom(state, self.tiers.drop))
 
     def full(self) -> bool:
-        """No further move may start now: too many in flight, or the bandwidth budget is used up."""
-        config = self.state.config
-        if config.move_bandwidth:
-            elapsed, self._debt_at = self.state.now - self._debt_at, self.state.now
-            self._bandwidth_debt = max(0.0, self._bandwidth_debt - elapsed * config.move_bandwidth)
-            if self._bandwidth_debt > 0:
-                return True
-        return len(self.flying) >= config.max_moves_in_flight
+        """No further move may start now."""
+        return self._flights.full()
 
-    def running(self, slot: int, act: Act) -> bool:
-        return act in self._acts.get(slot, ())
+    @property
+    def flying(self) -> dict[int, Move]:
+        """Moves that have not ended, by number."""
+        return self._flights.flying
 
     # Goals ---------------------------------------------------------------------------------------------------
 
     def demote(self, slot: int, goal: Goal, reason: Reason) -> bool:
-        """Send a page towards low-bit or host. False when that cannot be done now; the page stays as it was."""
+        """Send a page towards a lower form or host. False when that cannot be done now; the page stays as it was."""
         self.state.pages.goal[slot] = goal
-        self._reason[slot] = reason
+        self.tiers.why[slot] = reason
         return self.advance(slot)
 
     promote = demote
@@ -95,6 +51,7 @@ class Moves:
         """Start what the page's goal still misses, or switch it over."""
         goal = Goal(int(self.state.pages.goal[slot]))
         step = {
+            Goal.MIDDLE: self._towards_middle,
             Goal.QUANTIZED: self._towards_quantized,
             Goal.HOST: self._towards_host,
             Goal.EXACT: self._towards_exact,
@@ -109,282 +66,79 @@ class Moves:
     def _give_up(self, slot: int) -> None:
         """The page stays what it is; it may be chosen again at once."""
         self.state.pages.goal[slot] = Goal.NONE
-        self._reason.pop(slot, None)
+        self.tiers.why.pop(slot, None)
+
+    def has_exact_copy(self, slot: int) -> bool:
+        """There is an exact copy in host memory, or one is being made."""
+        return bool(self.state.pages.host_kind[slot] == Kind.EXACT) or self._flights.running(slot, Act.BACKUP)
+
+    def _towards_middle(self, slot: int) -> bool:
+        """Only beside an exact copy: without one the page could never become low-bit."""
+        pages = self.state.pages
+        if not self.has_exact_copy(slot) and not self.launch.backup(slot):
+            return False
+        made = pages.middle[slot] != NOWHERE or self._flights.running(slot, Act.SOFTEN)
+        if not made and not self.launch.encode(slot, Kind.MIDDLE):
+            return False
+        if not pages.moving[slot]:
+            self.tiers.switch(slot, Kind.MIDDLE)
+        return True
 
     def _towards_quantized(self, slot: int) -> bool:
-        pages, config = self.state.pages, self.state.config
-        if pages.quant[slot] == NOWHERE and not self.running(slot, Act.ENCODE) and not self.encode(slot):
+        pages, flights = self.state.pages, self._flights
+        made = pages.quant[slot] != NOWHERE or flights.running(slot, Act.ENCODE)
+        if not made and not self.launch.encode(slot):
             return False
-        if pages.host[slot] == NOWHERE and config.backup != "never" and not self.running(slot, Act.BACKUP):
-            self.backup(slot)  # no room for an exact copy: the low-bit form stands for it, flagged lossy
-        if pages.quant[slot] != NOWHERE and not self.running(slot, Act.BACKUP):
-            self._switch(slot, Kind.QUANTIZED)
+        copied = pages.host[slot] != NOWHERE or flights.running(slot, Act.BACKUP)
+        if not copied and self.state.config.backup != "never":
+            self.launch.backup(slot)  # no room for one: the low-bit form stands for it, flagged lossy
+        if pages.quant[slot] != NOWHERE and not pages.moving[slot]:
+            self.tiers.switch(slot, Kind.QUANTIZED)
         return True
 
     def _towards_host(self, slot: int) -> bool:
         pages = self.state.pages
         if pages.host[slot] != NOWHERE:
-            if pages.digest[slot] == NOWHERE and not self.running(slot, Act.DIGEST):
-                self.digest(slot)  # without room for one the page leaves all the same
+            if pages.digest[slot] == NOWHERE and not self._flights.running(slot, Act.DIGEST):
+                self.launch.digest(slot)  # without room for one the page leaves all the same
             if not pages.moving[slot]:
-                self._switch(slot, Kind.NONE)
+                self.tiers.switch(slot, Kind.NONE)
             return True
-        if self.running(slot, Act.BACKUP) or self.running(slot, Act.PACK):
-            return True
-        return self.backup(slot) if pages.kind[slot] == Kind.EXACT else self._pack(slot)
+        if pages.kind[slot] == Kind.EXACT:
+            return self._flights.running(slot, Act.BACKUP) or self.launch.backup(slot)
+        form = Kind(int(pages.kind[slot]))
+        return self._flights.running(slot, PACKS[form]) or self.launch.pack(slot, form)
 
     def _towards_exact(self, slot: int) -> bool:
         pages = self.state.pages
         if pages.kind[slot] == Kind.EXACT:
             pages.goal[slot] = Goal.NONE
             return True
-        if self.running(slot, Act.PROMOTE):
+        if self._flights.running(slot, Act.PROMOTE):
             return True
         if pages.host_kind[slot] != Kind.EXACT:
             return False
-        model = self.state.model_of(slot)
-        return self._copy(slot, Act.PROMOTE, "host", int(pages.host[slot]), "hbm", model.exact)
+        return self.launch.copy(slot, Act.PROMOTE, "host", int(pages.host[slot]), "hbm", Kind.EXACT)
 
     def _towards_lowbit(self, slot: int) -> bool:
-        pages, model = self.state.pages, self.state.model_of(slot)
-        if self.running(slot, Act.RECALL) or self.running(slot, Act.COMPRESS):
+        pages = self.state.pages
+        if any(self._flights.running(slot, act) for act in (Act.RECALL, Act.RECALL_MIDDLE, Act.COMPRESS)):
             return True  # what it would read while it is compressed may be gone before it was read
         if pages.kind[slot] != Kind.NONE or pages.host[slot] == NOWHERE:
             return False
-        source = int(pages.host[slot])
-        if pages.host_kind[slot] == Kind.QUANTIZED:
-            return self._copy(slot, Act.RECALL, "host", source, "hbm", model.quant)
-        return self._quantize(slot, Act.RECALL, "hbm")
+        form = Kind(int(pages.host_kind[slot]))
+        if form is not Kind.EXACT:  # as it is
+            return self.launch.copy(slot, RECALLS[form], "host", int(pages.host[slot]), "hbm", form)
+        return self.launch.quantize(slot, Act.RECALL, "hbm", Kind.QUANTIZED)
 
     def _relocate(self, slot: int) -> bool:
-        if self.running(slot, Act.RELOCATE):
+        pages, form = self.state.pages, Kind(int(self.state.pages.kind[slot]))
+        act = RELOCATES[form]
+        if self._flights.running(slot, act):
             return True
-        pages, model = self.state.pages, self.state.model_of(slot)
-        return self._copy(slot, Act.RELOCATE, "hbm", int(pages.quant[slot]), "hbm", model.quant)
-
-    def _switch(self, slot: int, kind: Kind) -> None:
-        """Attention reads another replica from the next version on; the ones above it retire."""
-        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        before = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[
-            Kind(int(pages.kind[slot]))
-        ]
-        pages.kind[slot] = kind
-        if kind != Kind.EXACT and pages.exact[slot] != NOWHERE:
-            state.retire("hbm", model.exact, int(pages.exact[slot]), slot)
-            pages.exact[slot] = NOWHERE
-            pages.lossy[slot] = pages.host_kind[slot] != Kind.EXACT
-        if kind != Kind.QUANTIZED and pages.quant[slot] != NOWHERE:
-            state.retire("hbm", model.quant, int(pages.quant[slot]), slot)
-            pages.quant[slot] = NOWHERE
-        if kind != Kind.NONE and pages.digest[slot] != NOWHERE:
-            state.retire("hbm", model.digest, int(pages.digest[slot]), slot)
-            pages.digest[slot] = NOWHERE
-        if kind == Kind.NONE:
-            state.counters.prefetched["wasted"] += int(pages.recalled[slot] == Outcome.PENDING)
-            pages.recalled[slot] = Outcome.NONE
-            state.counters.without_digest += int(
-                state.config.digest_share > 0 and pages.digest[slot] == NOWHERE
-            )
-        after = {Kind.EXACT: "hbm", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}[kind]
-        pages.goal[slot] = Goal.NONE
-        reason = self._reason.pop(slot, "pressure")
-        self._note(slot, reason)
-        if before == "host" and reason == "recall":
-            pages.recalled[slot] = Outcome.PENDING
-        state.counters.moved_pages[before, after, reason] += 1
-        state.counters.recalled_pages += before == "host"
-        state.touch(slot)
-
-    def drop(self, slot: int, reason: Reason) -> None:
-        """The page goes for good: no replica is left. Its tokens stay in the table, unattended."""
-        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        if pages.exact[slot] != NOWHERE:
-            state.retire("hbm", model.exact, int(pages.exact[slot]), slot)
-        if pages.quant[slot] != NOWHERE:
-            state.retire("hbm", model.quant, int(pages.quant[slot]), slot)
-        if pages.host[slot] != NOWHERE:
-            state.retire("host", state.host_class(slot), int(pages.host[slot]), slot)
-        if pages.digest[slot] != NOWHERE:
-            state.retire("hbm", model.digest, int(pages.digest[slot]), slot)
-        pages.exact[slot] = pages.quant[slot] = pages.host[slot] = pages.digest[slot] = NOWHERE
-        pages.kind[slot] = pages.host_kind[slot] = Kind.NONE
-        pages.goal[slot] = Goal.NONE
-        self._note(slot, reason)
-        state.counters.dropped_pages[state.region_label(slot), reason] += 1
-        state.touch(slot)
-
-    def _note(self, slot: int, reason: Reason) -> None:
-        """The page has changed its tier."""
-        pages = self.state.pages
-        session = self.state.sessions.get(int(pages.owner[slot]))
-        pages.moved_step[slot] = session.step if session else 0.0
-        pages.moved_why[slot] = REASONS.index(reason)
-
-    # Prepare -------------------------------------------------------------------------------------------------
-
-    def backup(self, slot: int) -> bool:
-        """Copy the exact replica to host. False when host has no room."""
-        pages, model = self.state.pages, self.state.model_of(slot)
-        if pages.exact[slot] == NOWHERE or pages.host[slot] != NOWHERE or self.running(slot, Act.BACKUP):
-            return False
-        return self._copy(slot, Act.BACKUP, "hbm", int(pages.exact[slot]), "host", model.exact)
-
-    def encode(self, slot: int) -> bool:
-        """Make the low-bit replica in HBM. False when there is no room for it."""
-        pages = self.state.pages
-        if pages.refused[slot] or not self.state.model_of(slot).ready:
-            return False
-        return self._quantize(slot, Act.ENCODE, "hbm")
-
-    def compress(self, slot: int) -> bool:
-        """Replace a cold page's exact host replica by its low-bit form (flagged lossy)."""
-        pages = self.state.pages
-        if not self.state.model_of(slot).ready or pages.refused[slot]:
-            return False
-        return self._quantize(slot, Act.COMPRESS, "host")
-
-    def digest(self, slot: int) -> bool:
-        """Make the digest of a page whose host replica exists. False when digests are off or have no room."""
-        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        if not (state.hbm.free_items(model.digest) or state.kept_for_digests(model)):
-            return False
-        if pages.host_kind[slot] == Kind.QUANTIZED and not model.ready:
-            return False
-        if not state.may_hold_digest(state.sessions.get(int(pages.owner[slot]))):
-            return False
-        destination = state.hbm.allocate(model.digest)
-        if destination is None:
-            return False
-        move = self._launch(slot, Act.DIGEST, "hbm", model.digest, destination)
-        layers = digest_shape(model.geometry, state.config.digest_layers).layers
-        source = (int(pages.host[slot]), int(pages.host_kind[slot]), int(pages.checksum[slot]))
-        state.out.append(
-            Summarize(
-                move.number, model.geometry, layers, int(pages.count[slot]), *source, model.state, destination,
-                int(pages.id[slot]),
-            )
-        )  # fmt: skip
-        return True
-
-    def _pack(self, slot: int) -> bool:
-        model = self.state.model_of(slot)
-        return self._copy(slot, Act.PACK, "hbm", int(self.state.pages.quant[slot]), "host", model.quant)
-
-    def fork(self, slot: int, child: int, request: RequestToken) -> bool:
-        """Copy the open page for a forked session; `child` is the new page's slot (its exact frame is reserved)."""
-        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        move = self._launch(
-            slot, Act.FORK, "hbm", model.exact, int(pages.exact[child]), others=(child,), request=request
-        )
-        source, size, key = int(pages.exact[slot]), model.geometry.page_bytes, int(pages.id[child])
-        state.out.append(Copy(move.number, "hbm", source, 0, "hbm", move.destination, size, key))
-        return True
-
-    def fit(self, model: Model, slots: list[int]) -> None:
-        """Fit the model's codec state; `slots` are exact pages that it may be fitted from."""
-        state, pages = self.state, self.state.pages
-        model.fitting = True
-        size = SizeClass(model.state_bytes, model.state_bytes)
-        move = self._launch(slots[0], Act.FIT, "hbm", size, model.state_offset, others=tuple(slots[1:]))
-        offsets = tuple(int(pages.exact[slot]) for slot in slots)
-        counts = tuple(int(pages.count[slot]) for slot in slots)
-        state.out.append(
-            FitCodec(move.number, model.geometry, offsets, counts, model.state_offset, model.model_id)
-        )
-
-    def _copy(
-        self, slot: int, act: Act, src_pool: Pool, src: int, dst_pool: Pool, size_class: SizeClass,
-    ) -> bool:  # fmt: skip
-        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        destination = self._reserve(dst_pool, size_class, slot)
-        if destination is None:
-            return False
-        size = (
-            model.geometry.page_bytes if size_class == model.exact else state.codec.page_bytes(model.geometry)
-        )
-        move = self._launch(slot, act, dst_pool, size_class, destination)
-        checksum = int(pages.checksum[slot]) if src_pool == "host" else 0
-        key = int(pages.id[slot])
-        state.out.append(Copy(move.number, src_pool, src, checksum, dst_pool, destination, size, key))
-        self._charge(size)
-        return True
-
-    def _exact_source(self, slot: int) -> tuple[Pool, int] | None:
-        """Where exact bytes of the page lie. Nothing else is ever encoded, so losses cannot add up."""
-        pages = self.state.pages
-        if pages.exact[slot] != NOWHERE:
-            return "hbm", int(pages.exact[slot])
-        return ("host", int(pages.host[slot])) if pages.host_kind[slot] == Kind.EXACT else None
-
-    def _quantize(self, slot: int, act: Act, dst_pool: Pool) -> bool:
-        state, pages, model = self.state, self.state.pages, self.state.model_of(slot)
-        source = self._exact_source(slot)
-        if not model.ready or source is None:
-            return False
-        src_pool, src = source
-        destination = self._reserve(dst_pool, model.quant, slot)
-        if destination is None:
-            return False
-        move = self._launch(slot, act, dst_pool, model.quant, destination)
-        checksum = int(pages.checksum[slot]) if src_pool == "host" else 0
-        count, key = int(pages.count[slot]), int(pages.id[slot])
-        where = (src_pool, src, checksum, dst_pool, destination)
-        state.out.append(Quantize(move.number, model.geometry, model.state, count, *where, key))
-        self._charge(model.geometry.page_bytes)
-        return True
-
-    def _reserve(self, pool: Pool, size_class: SizeClass, slot: int) -> int | None:
-        if pool == "host":
-            return self.room.allocate(size_class, slot, self.compress)
-        model = self.state.model_of(slot)
-        if size_class == model.quant and not self._may_subdivide(model):
-            return None
-        return self.state.hbm.allocate(size_class)
-
-    def _may_subdivide(self, model: Model) -> bool:
-        """Whether low-bit pages find a slot, or may take a frame for one: not the last one, if digests want it and too
-        few exact pages are left that would soon give up theirs.
-        """
-        state, pages = self.state, self.state.pages
-        kept = state.kept_for_digests(model)
-        if not kept or state.hbm.free_items(model.quant) or state.hbm.free_frames(model.exact.frame) > kept:
-            return True
-        giving = pages.live & pages.sealed & (pages.model == model.index) & (pages.kind == Kind.EXACT)
-        giving &= (pages.ladder == Ladder.TIERED) & (pages.guard <= Guard.ATTENDABLE) & ~pages.refused
-        return int(np.count_nonzero(giving)) > kept + 1
-
-    def _launch(
-        self, slot: int, act: Act, pool: Pool, size_class: SizeClass, destination: int,
-        others: tuple[int, ...] = (), request: RequestToken = 0,
-    ) -> Move:  # fmt: skip
-        move = Move(self._next, act, slot, pool, size_class, destination, others, request)
-        self._next += 1
-        self.flying[move.number] = move
-        for read in (slot, *others):
-            self.state.pages.moving[read] += 1
-        self._acts.setdefault(slot, set()).add(act)
-        if pool == "hbm" and act not in (Act.FORK, Act.FIT):
-            self.state.pages.coming[slot] += size_class.item
-        return move
-
-    def _charge(self, size: int) -> None:
-        self._bandwidth_debt += size
+        return self.launch.copy(slot, act, "hbm", int(pages.replica(form)[slot]), "hbm", form)
 
     # Complete and fail -----------------------------------------------------------------------------------------
-
-    def _land(self, number: int) -> Move | None:
-        move = self.flying.pop(number, None)
-        if move is None:
-            return None  # a move of an earlier life, or told twice
-        acts = self._acts[move.slot]
-        acts.discard(move.act)
-        if not acts:
-            del self._acts[move.slot]
-        for slot in (move.slot, *move.others):
-            self.state.pages.moving[slot] -= 1
-        if move.pool == "hbm" and move.act not in (Act.FORK, Act.FIT):
-            self.state.pages.coming[move.slot] -= move.size_class.item
-        return move
 
     def _bury(self, move: Move) -> None:
         """Free pages that were released while this move ran."""
@@ -396,7 +150,7 @@ class Moves:
 
     def complete(self, number: int, checksum: int) -> Move | None:
         """Publish a finished move. Returns it, None if it is not known."""
-        move = self._land(number)
+        move = self._flights.land(number)
         if move is None:
             return None
         pages, slot = self.state.pages, move.slot
@@ -407,22 +161,23 @@ class Moves:
         elif pages.doomed[slot]:
             if move.act is not Act.FORK:
                 self.state.pool(move.pool).release(move.size_class, move.destination)
-        elif move.act in (Act.BACKUP, Act.PACK):
+        elif move.act in HOST_FORM:
             pages.host[slot], pages.checksum[slot] = move.destination, checksum
-            pages.host_kind[slot] = Kind.EXACT if move.act is Act.BACKUP else Kind.QUANTIZED
+            pages.host_kind[slot] = HOST_FORM[move.act]
             self.state.touch(slot, quiet=True)
-        elif move.act is Act.ENCODE:
-            pages.quant[slot] = move.destination
+        elif move.act in (Act.ENCODE, Act.SOFTEN):
+            pages.replica(HBM_FORM[move.act])[slot] = move.destination
         elif move.act is Act.PROMOTE:
             pages.exact[slot] = move.destination
-            self._switch(slot, Kind.EXACT)
-        elif move.act is Act.RECALL:
-            pages.quant[slot] = move.destination
-            self._switch(slot, Kind.QUANTIZED)
-        elif move.act is Act.RELOCATE:
-            self.state.retire("hbm", move.size_class, int(pages.quant[slot]), slot)
-            pages.quant[slot], pages.goal[slot] = move.destination, Goal.NONE
-            self._reason.pop(slot, None)
+            self.tiers.switch(slot, Kind.EXACT)
+        elif move.act in (Act.RECALL, Act.RECALL_MIDDLE):
+            pages.replica(HBM_FORM[move.act])[slot] = move.destination
+            self.tiers.switch(slot, HBM_FORM[move.act])
+        elif move.act in (Act.RELOCATE, Act.RELOCATE_MIDDLE):
+            form = HBM_FORM[move.act]
+            self.state.retire_replica(slot, form)
+            pages.replica(form)[slot], pages.goal[slot] = move.destination, Goal.NONE
+            self.tiers.why.pop(slot, None)
             self.state.touch(slot)
         elif move.act is Act.COMPRESS:
             self.state.retire("host", self.state.host_class(slot), int(pages.host[slot]), slot)
@@ -431,10 +186,16 @@ class Moves:
             self.state.touch(slot)
         elif move.act is Act.DIGEST:
             self._keep_digest(move)
-        if pages.goal[slot] and not pages.doomed[slot]:
-            self.advance(slot)
+        self._go_on(move)
         self._bury(move)
         return move
+
+    def _go_on(self, move: Move) -> None:
+        """Pages that waited for the move's end."""
+        pages = self.state.pages
+        for slot in (move.slot, *move.others):
+            if pages.goal[slot] and not pages.doomed[slot]:
+                self.advance(slot)
 
     def _keep_digest(self, move: Move) -> None:
         state, pages, slot = self.state, self.state.pages, move.slot
@@ -455,7 +216,7 @@ class Moves:
 
     def fail(self, number: int, reason: str) -> Move | None:
         """Undo a failed move: the source stays what it was."""
-        move = self._land(number)
+        move = self._flights.land(number)
         if move is None:
             return None
         state, pages, slot = self.state, self.state.pages, move.slot
@@ -465,6 +226,7 @@ class Moves:
             model.fitting, model.fit_after = False, state.now + RETRY_SECONDS
             if reason == "non-finite":  # none of them can be fitted from, nor encoded
                 pages.refused[[slot, *move.others]] = True
+            self._go_on(move)
             state.forget_model(model)
         elif move.act is not Act.FORK:
             state.pool(move.pool).release(move.size_class, move.destination)
@@ -474,26 +236,11 @@ class Moves:
             else:
                 pages.retry_at[slot] = state.now + RETRY_SECONDS
             if reason == "checksum" and pages.host[slot] != NOWHERE:  # two moves may have read it
-                self._lose_host_replica(slot)
+                self.tiers.lose_host_replica(slot)
             if move.act is Act.DIGEST and pages.goal[slot] == Goal.HOST and pages.host[slot] != NOWHERE:
                 if not pages.moving[slot]:
-                    self._switch(slot, Kind.NONE)  # without a digest; it is tried again later
+                    self.tiers.switch(slot, Kind.NONE)  # without a digest; it is tried again later
             elif pages.goal[slot]:
                 self._give_up(slot)
         self._bury(move)
         return move
-
-    def _lose_host_replica(self, slot: int) -> None:
-        """A host replica that does not match its checksum is never used: without another one the page is lost."""
-        state, pages = self.state, self.state.pages
-        state.counters.checksum_failures += 1
-        state.retire("host", state.host_class(slot), int(pages.host[slot]), slot)
-        pages.host[slot], pages.host_kind[slot] = NOWHERE, Kind.NONE
-        if pages.kind[slot] == Kind.NONE:
-            if pages.digest[slot] != NOWHERE:
-                state.retire("hbm", state.model_of(slot).digest, int(pages.digest[slot]), slot)
-                pages.digest[slot] = NOWHERE
-            self._note(slot, "checksum")
-            state.counters.lost_pages += 1
-            state.counters.dropped_pages[state.region_label(slot), "checksum"] += 1
-        state.touch(slot)

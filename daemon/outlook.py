@@ -13,7 +13,13 @@ from tierkv.daemon.sessions import Session
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind
 
-BECAME = {"hbm": "became exact", "quantized": "became low-bit", "host": "left HBM", "dropped": "was dropped"}
+BECAME = {
+    "hbm": "became exact",
+    "middle": "took the middle form",
+    "quantized": "became low-bit",
+    "host": "left HBM",
+    "dropped": "was dropped",
+}
 
 BECAUSE = {
     "pressure": "room was wanted",
@@ -27,6 +33,7 @@ BECAUSE = {
 }
 
 ON_ITS_WAY = {
+    Goal.MIDDLE: "is taking the middle form now",
     Goal.QUANTIZED: "is becoming low-bit now",
     Goal.HOST: "is leaving HBM for host memory now",
     Goal.EXACT: "is becoming exact now",
@@ -100,6 +107,8 @@ def what_next(state: State, facts: Facts) -> list[str]:
             found.append(f"is dropped for good when {_wanted(state, facts)}")
     elif facts.tier == "hbm":
         found += _from_exact(state, facts)
+    elif facts.tier == "middle":
+        found += _from_middle(state, facts)
     elif facts.tier == "quantized":
         found += _from_low_bit(state, facts)
     else:
@@ -136,15 +145,38 @@ def _from_exact(state: State, facts: Facts) -> Iterator[str]:
         if facts.guard == Guard.NONE:
             yield f"leaves HBM as it is when {_wanted(state, facts)}"
     elif facts.guard <= Guard.ATTENDABLE:
-        ready = " (that form is ready)" if state.pages.quant[facts.slot] != NOWHERE else ""
-        yield f"becomes low-bit{ready} when {_below(state, facts, 'quantize_below')}"
+        form, threshold = ("middle", "middle_below") if state.middle else ("quantized", "quantize_below")
+        replica = state.pages.middle if state.middle else state.pages.quant
+        ready = " (that form is ready)" if replica[facts.slot] != NOWHERE else ""
+        does = "takes the middle form" if form == "middle" else "becomes low-bit"
+        yield f"{does}{ready} when {_below(state, facts, threshold)}"
+        if state.middle:
+            yield "becomes low-bit instead where the middle form has no room, or host memory none for an exact copy"
 
 
 def _from_low_bit(state: State, facts: Facts) -> Iterator[str]:
-    pages, slot = state.pages, facts.slot
     if facts.guard == Guard.NONE:
         yield f"leaves HBM when {_below(state, facts, 'offload_below', ', no low-bit slot is left')}"
         yield "leaves HBM, too, for a cold page on which more attention is expected"
+    yield from _back_to_exact(state, facts)
+
+
+def _from_middle(state: State, facts: Facts) -> Iterator[str]:
+    pages, slot = state.pages, facts.slot
+    if pages.host_kind[slot] != Kind.EXACT or pages.refused[slot]:
+        yield "cannot become low-bit: " + (
+            "the codec refused its values" if pages.refused[slot] else "no exact copy is left to make it from"
+        )
+        if facts.guard == Guard.NONE:
+            yield f"leaves HBM as it is when {_wanted(state, facts)}"
+    elif facts.guard <= Guard.ATTENDABLE:
+        besides = ", no exact page may give way"
+        yield f"becomes low-bit when {_below(state, facts, 'quantize_below', besides)}"
+    yield from _back_to_exact(state, facts)
+
+
+def _back_to_exact(state: State, facts: Facts) -> Iterator[str]:
+    pages, slot = state.pages, facts.slot
     if pages.host_kind[slot] != Kind.EXACT:
         yield "cannot become exact again: no exact copy is left"
     elif facts.guards.get("pin") == Guard.EXACT:
@@ -193,8 +225,9 @@ def _below(state: State, facts: Facts, threshold: str, besides: str = "") -> str
     """When a page that may be demoted is: at a threshold (`demotion = "eager"`), or when its memory is wanted."""
     if state.config.demotion != "eager":
         return _wanted(state, facts, besides)
-    score, level = _number(facts.score), _number(getattr(state.thresholds, threshold))
-    if facts.score < getattr(state.thresholds, threshold):
+    value = state.middle_below if threshold == "middle_below" else getattr(state.thresholds, threshold)
+    score, level = _number(facts.score), _number(value)
+    if facts.score < value:
         return f"its turn comes: its score, {score}, is below {threshold} ({level})"
     return f"its score, {score}, falls below {threshold} ({level}), or room is wanted"
 

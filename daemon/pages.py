@@ -36,7 +36,8 @@ class Goal(IntEnum):
     HOST = 2
     EXACT = 3  # promotion
     LOWBIT = 4  # promotion of a host page to a low-bit replica
-    RELOCATE = 5  # a low-bit replica changes slots to empty a frame
+    RELOCATE = 5  # a packed replica changes slots to empty a frame
+    MIDDLE = 6
 
 
 class Outcome(IntEnum):
@@ -54,6 +55,12 @@ Reason = Literal[
 
 REASONS = ("", *get_args(Reason))
 """`PageStore.moved_why` is an index into it; 0: the page never moved."""
+
+FORMS = (Kind.EXACT, Kind.MIDDLE, Kind.QUANTIZED)
+"""Forms of a replica, best first; the middle one only where it is configured."""
+
+TIER = {Kind.EXACT: "hbm", Kind.MIDDLE: "middle", Kind.QUANTIZED: "quantized", Kind.NONE: "host"}
+"""Tier of a page that is not dropped, by its kind."""
 
 NEVER = -np.inf
 """`PageStore.moved_step` of a page that never moved."""
@@ -76,6 +83,7 @@ class PageStore:
         self.owner = np.zeros(0, np.int64)  # a session that names it
         self.kind = np.zeros(0, np.int8)  # what attention reads: table.Kind
         self.exact = np.zeros(0, np.int64)  # HBM offset of the exact replica
+        self.middle = np.zeros(0, np.int64)  # HBM offset of the replica of the middle form
         self.quant = np.zeros(0, np.int64)  # HBM offset of the low-bit replica
         self.host = np.zeros(0, np.int64)  # host offset
         self.host_kind = np.zeros(0, np.int8)
@@ -121,8 +129,9 @@ class PageStore:
             getattr(self, name)[slot] = 0
         self.id[slot], self.model[slot], self.owner[slot] = page, model, session
         self.refs[slot], self.live[slot], self.ladder[slot] = 1, True, ladder
-        self.exact[slot], self.quant[slot], self.host[slot] = exact, NOWHERE, NOWHERE
-        self.digest[slot], self.moved_step[slot] = NOWHERE, NEVER
+        self.exact[slot] = exact
+        self.middle[slot] = self.quant[slot] = self.host[slot] = self.digest[slot] = NOWHERE
+        self.moved_step[slot] = NEVER
         self.kind[slot] = Kind.EXACT if exact != NOWHERE else Kind.NONE
         self.index[page] = slot
         return slot
@@ -131,6 +140,13 @@ class PageStore:
         del self.index[int(self.id[slot])]
         self.live[slot] = False
         self._free.append(slot)
+
+    def replica(self, form: Kind) -> NDArray[np.int64]:
+        """HBM offsets of the replicas of a form, by slot."""
+        offsets: NDArray[np.int64] = {
+            Kind.EXACT: self.exact, Kind.MIDDLE: self.middle, Kind.QUANTIZED: self.quant,
+        }[form]  # fmt: skip
+        return offsets
 
     def slots(self) -> NDArray[np.int64]:
         """Slots of all live pages."""

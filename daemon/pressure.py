@@ -2,7 +2,8 @@
 
 Every page has a score (the policy's) and a guard (how far it may go). Two drivers ask for room: the pool's low
 watermark or a reservation that did not fit, and a session's own budget. Room is made in this order, lowest score
-first within each:
+first within each (with a middle form, exact pages take that first, and pages that have it become low-bit where these
+steps have low-bit pages leave; only when none of them may are low-bit pages sent to host):
 
 1. exact pages become low-bit: five sixths of a frame for almost no loss, so this comes before any page leaves HBM;
 2. pages that the codec refused (values that are not finite) go to host: each holds the frame of several low-bit ones;
@@ -17,6 +18,8 @@ sent to host while a higher-scored one is still exact (docs/decisions/0004).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from tierkv.daemon.moves import Moves
@@ -29,6 +32,9 @@ from tierkv.table import NOWHERE, Kind
 FIT_PAGES = 64
 """Pages that a codec state is fitted from at most: 1,024 tokens."""
 
+DOWN = {Goal.MIDDLE: Kind.MIDDLE, Goal.QUANTIZED: Kind.QUANTIZED}
+"""Goals of pages that stay in HBM in another form, and that form."""
+
 DEMAND_SECONDS = 1.0
 """How long a reservation that did not fit keeps asking for room on its own."""
 
@@ -39,7 +45,7 @@ class Pressure:
         self._moves = moves
         self._scores = scores
         self._demands: dict[int, tuple[Model, int, float]] = {}  # session -> model, bytes, until
-        self._emptying: dict[int, Model] = {}  # low-bit frame -> model
+        self._emptying: dict[int, tuple[Model, Kind]] = {}  # frame of packed pages -> model, form
         self.asked_at = -np.inf
         """When a reservation last did not fit (seconds)."""
 
@@ -99,14 +105,14 @@ class Pressure:
         return missing
 
     def kept_frames(self, model: Model) -> int:
-        """Free frames that are not given out: one while no low-bit slot is free, else nothing could be encoded, and one
-        while no digest has a free slot, else pages would leave without one.
+        """Free frames that are not given out: one while no low-bit slot is free, else nothing could be encoded, one
+        while no digest has a free slot, else pages would leave without one, and one for the middle form.
         """
         state, pages = self._state, self._state.pages
         own = pages.live & pages.sealed & (pages.model == model.index)
         if not np.any(own & (pages.ladder == Ladder.TIERED)):
             return 0
-        return int(not state.hbm.free_items(model.quant)) + state.kept_for_digests(model)
+        return state.kept_for_low_bit(model) + state.kept_for_digests(model) + state.kept_for_middle(model)
 
     def frames_coming(self) -> int:
         """Bytes of frames on their way to be free: retiring, of pages with a goal, or being emptied."""
@@ -114,28 +120,28 @@ class Pressure:
         leaving = np.flatnonzero(
             pages.live
             & (pages.kind == Kind.EXACT)
-            & ((pages.goal == Goal.QUANTIZED) | (pages.goal == Goal.HOST))
+            & ((pages.goal == Goal.QUANTIZED) | (pages.goal == Goal.MIDDLE) | (pages.goal == Goal.HOST))
         )
         total = sum(state.model_of(slot).exact.frame for slot in leaving.tolist())
-        for frame, emptied in list(self._emptying.items()):
-            if not state.hbm.items_used(emptied.quant, frame):
+        for frame, (emptied, form) in list(self._emptying.items()):
+            if not state.hbm.items_used(emptied.form(form), frame):
                 del self._emptying[frame]
-            elif not self._still_emptying(emptied, frame):
+            elif not self._still_emptying(emptied, form, frame):
                 del self._emptying[frame]
-                state.hbm.restore(emptied.quant, frame)
-        emptying = sum(model.exact.frame for model in self._emptying.values())
+                state.hbm.restore(emptied.form(form), frame)
+        emptying = sum(model.exact.frame for model, _ in self._emptying.values())
         return state.retiring_frames + total + emptying
 
-    def _still_emptying(self, model: Model, frame: int) -> bool:
+    def _still_emptying(self, model: Model, form: Kind, frame: int) -> bool:
         """Every item in use of the frame is about to leave it."""
-        state, pages = self._state, self._state.pages
-        stop = frame + model.quant.frame
-        moving = pages.live & (pages.quant >= frame) & (pages.quant < stop) & (pages.goal == Goal.RELOCATE)
+        state, pages, size_class = self._state, self._state.pages, model.form(form)
+        stop, offsets = frame + size_class.frame, pages.replica(form)
+        moving = pages.live & (offsets >= frame) & (offsets < stop) & (pages.goal == Goal.RELOCATE)
         retiring = sum(
-            r.pool == "hbm" and r.size_class == model.quant and frame <= r.offset < stop
+            r.pool == "hbm" and r.size_class == size_class and frame <= r.offset < stop
             for r in state.retirements.values()
         )
-        return int(np.count_nonzero(moving)) + retiring >= state.hbm.items_used(model.quant, frame)
+        return int(np.count_nonzero(moving)) + retiring >= state.hbm.items_used(size_class, frame)
 
     def budget_room(self, session: Session) -> int:
         """Bytes that the session may still reserve under its own budget (a large number without one)."""
@@ -144,25 +150,29 @@ class Pressure:
             return 1 << 62
         model = session.model
         # For a page in transit.
-        spare = model.quant.item + model.digest.item if session.ladder is Ladder.TIERED else 0
+        packed = (model.middle or model.quant).item
+        spare = packed + model.digest.item if session.ladder is Ladder.TIERED else 0
         return budget - spare - self._state.hbm_bytes_of(session)
 
-    def may_encode(self, slot: int) -> bool:
-        """Whether a session's budget leaves room for a low-bit replica beside the exact one that it will replace."""
+    def may_encode(self, slot: int, form: Kind = Kind.QUANTIZED) -> bool:
+        """Whether a session's budget leaves room for a packed replica beside the one that it will replace."""
         session = self._state.sessions[int(self._state.pages.owner[slot])]
         budget = session.options.hbm_budget
-        return not budget or budget - self._state.hbm_bytes_of(session) >= session.model.quant.item
+        return not budget or budget - self._state.hbm_bytes_of(session) >= session.model.form(form).item
 
     def _over_budget(self, session: Session) -> int:
         """Bytes the session must give back, beyond what is already on its way."""
         wanted = self._demands[session.id][1] if session.id in self._demands else 0
-        slots, pages = session.pages.view, self._state.pages
-        going = (pages.goal[slots] == Goal.QUANTIZED) & (pages.kind[slots] == Kind.EXACT)
-        saved = session.model.exact.item - session.model.quant.item
-        gone = pages.kind[slots[pages.goal[slots] == Goal.HOST]]
-        coming = int(going.sum()) * saved + int(pages.coming[slots[going]].sum())
-        coming += int((gone == Kind.QUANTIZED).sum()) * session.model.quant.item + session.retiring_bytes
-        coming += int((gone == Kind.EXACT).sum()) * session.model.exact.item
+        slots, pages, model = session.pages.view, self._state.pages, session.model
+        coming = session.retiring_bytes
+        for form in model.forms:
+            own = slots[pages.kind[slots] == form]
+            coming += int((pages.goal[own] == Goal.HOST).sum()) * model.form(form).item
+            for goal, lower in DOWN.items():
+                going = own[pages.goal[own] == goal]
+                if lower in model.forms and lower is not form:
+                    coming += len(going) * (model.form(form).item - model.form(lower).item)
+                    coming += int(pages.coming[going].sum())
         return wanted - self.budget_room(session) - coming
 
     # Making room ---------------------------------------------------------------------------------------------
@@ -185,6 +195,9 @@ class Pressure:
             (pages.ladder[ready] == Ladder.TIERED) & (pages.guard[ready] <= guard) & ~pages.refused[ready]
         )
         droppable = (pages.ladder[ready] == Ladder.DROP) & (pages.guard[ready] == Guard.NONE)
+        droppable &= (
+            pages.moving[ready] == 0
+        )  # its frame may be another page's before a fork's copy has read it
         without_slot: set[int] = set()
         for slot in self._scores.coldest_first(ready[tiered | droppable]):
             if missing <= 0 or moves.full():
@@ -193,25 +206,75 @@ class Pressure:
             if model.index in without_slot:
                 continue
             if pages.ladder[slot] == Ladder.DROP:
-                moves.drop(slot, "budget")
+                moves.tiers.drop(slot, "budget")
                 missing -= model.exact.frame
-            elif not model.ready:
+                continue
+            if not model.ready:
                 self.fit(model)
                 if model.fitting:
                     return 0  # wait for it: nothing has to leave HBM meanwhile
-            else:
-                if not self.may_encode(slot):
+                if model.middle is None:
                     continue
-                free = state.hbm.free_bytes
-                if not moves.demote(slot, Goal.QUANTIZED, "pressure"):
-                    without_slot.add(model.index)  # for its low-bit form; pages of other models may find one
-                    continue
-                missing -= model.exact.frame - max(0, free - state.hbm.free_bytes)
+            if not self.may_encode(slot):
+                continue
+            free = state.hbm.free_bytes
+            if not self._down(slot, model):
+                without_slot.add(model.index)  # for its packed form; pages of other models may find one
+                continue
+            missing -= model.exact.frame - max(0, free - state.hbm.free_bytes)
         return missing
 
+    def _down(self, slot: int, model: Model) -> bool:
+        """An exact page goes one rung down, or two where the middle one has no room and no page of it can make some."""
+        if model.middle is not None and self.may_encode(slot, Kind.MIDDLE):
+            if self._moves.demote(slot, Goal.MIDDLE, "pressure"):
+                return True
+            if self._moves.has_exact_copy(slot) and self._leaving_middle(model):
+                return False
+        return self._moves.demote(slot, Goal.QUANTIZED, "pressure")
+
+    def _leaving_middle(self, model: Model) -> bool:
+        """Slots of the middle form are on their way to be free, or can be made so."""
+        slots = self._state.pages.slots()
+        coming = self._slots_coming(model, Kind.MIDDLE)
+        return coming > 0 or (model.ready and len(self._softest(slots, model)) > 0)
+
+    def _softest(self, among: Slots, model: Model) -> Slots:
+        """Pages of the middle form that may become low-bit: their exact copies are there to be encoded."""
+        pages = self._state.pages
+        ready = self._scores.idle(among)
+        ready = ready[(pages.kind[ready] == Kind.MIDDLE) & (pages.model[ready] == model.index)]
+        ready = ready[(pages.guard[ready] <= Guard.ATTENDABLE) & ~pages.refused[ready]]
+        chosen: Slots = ready[pages.host_kind[ready] == Kind.EXACT]
+        return chosen
+
+    def _out_of_middle(self, among: Slots, model: Model, wanted: int, reason: Reason) -> int:
+        """Up to `wanted` pages leave the middle form, coldest first: for low-bit, or for host where none can become
+        that for want of an exact copy. Returns how many.
+        """
+        pages, sent = self._state.pages, 0
+        for slot in self._scores.coldest_first(self._softest(among, model)):
+            if sent >= wanted or self._moves.full():
+                return sent
+            if self.may_encode(slot):
+                if not self._moves.demote(slot, Goal.QUANTIZED, reason):
+                    return sent
+                sent += 1
+        stuck = self._scores.idle(among)
+        stuck = stuck[(pages.kind[stuck] == Kind.MIDDLE) & (pages.model[stuck] == model.index)]
+        stuck = stuck[(pages.host_kind[stuck] != Kind.EXACT) | pages.refused[stuck]]
+        stuck = stuck[pages.guard[stuck] == Guard.NONE]
+        return sent + self._send_out(stuck, wanted - sent, reason)
+
+    def make_frame(self, among: Slots, model: Model) -> None:
+        """Begin to free a frame of the model without sending anything to host."""
+        missing = self.quantize_or_drop(among, model.exact.frame, Guard.ATTENDABLE)
+        if missing > 0 and model.middle is not None:
+            self._empty_frame(model, Kind.MIDDLE)
+
     def _coldest_out(self, among: Slots) -> bool:
-        """Exact pages want to become low-bit and there is neither a slot nor a frame for it: the coldest page of
-        either kind goes to host, which makes one. True if room is on its way.
+        """Exact pages want to be packed and there is neither a slot nor a frame for it: the coldest page of the middle
+        form becomes low-bit, or the coldest of any goes to host, which makes one. True if room is on its way.
         """
         pages = self._state.pages
         ready = self._scores.idle(among)
@@ -220,8 +283,12 @@ class Pressure:
         waiting = waiting[~pages.refused[waiting]]
         if not len(waiting):
             return False
-        coming = self.frames_coming() + self._slots_coming(self._state.model_of(int(waiting[0])))
-        return coming > 0 or bool(self._send_out(ready[pages.guard[ready] == Guard.NONE], wanted=1))
+        model = self._state.model_of(int(waiting[0]))
+        if self.frames_coming() or any(self._slots_coming(model, form) for form in model.forms[1:]):
+            return True
+        if model.middle is not None and self._out_of_middle(among, model, 1, "pressure"):
+            return True
+        return bool(self._send_out(ready[pages.guard[ready] == Guard.NONE], wanted=1))
 
     def _send_out_refused(self, among: Slots, missing: int, reason: Reason) -> int:
         """Exact pages that cannot become low-bit leave HBM as they are, coldest first. Returns bytes of frames."""
@@ -236,90 +303,110 @@ class Pressure:
             sent += state.model_of(slot).exact.frame
         return sent
 
-    def _send_out(self, ready: Slots, wanted: int) -> int:
+    def _send_out(self, ready: Slots, wanted: int, reason: Reason = "pressure") -> int:
         """The `wanted` coldest of `ready` leave HBM, as far as they can now. Returns how many."""
         sent = 0
         for slot in self._scores.coldest_first(ready):
             if sent >= wanted or self._moves.full():
                 break
-            sent += self._moves.demote(slot, Goal.HOST, "pressure")
+            sent += self._moves.demote(slot, Goal.HOST, reason)
         return sent
 
-    def _slots_coming(self, model: Model) -> int:
-        """Low-bit slots of a model that are on their way to be free."""
+    def _slots_coming(self, model: Model, form: Kind) -> int:
+        """Slots of a model's packed form that are on their way to be free."""
         state, pages = self._state, self._state.pages
-        leaving = pages.live & (pages.model == model.index) & (pages.goal == Goal.HOST)
-        return (
-            int(np.count_nonzero(leaving & (pages.kind == Kind.QUANTIZED)))
-            + state.retiring_items[model.quant]
-        )
+        leaving = pages.goal == Goal.HOST
+        if form is Kind.MIDDLE:
+            leaving |= pages.goal == Goal.QUANTIZED
+        leaving &= pages.live & (pages.model == model.index) & (pages.kind == form)
+        return int(np.count_nonzero(leaving)) + state.retiring_items[model.form(form)]
 
     def _empty_frames(self, missing: int) -> bool:
-        """Give back low-bit frames: the emptiest one's pages change slots; where too few slots are free, the coldest
-        low-bit pages (of any frame) go to host first. True if anything is on its way.
+        """Give back frames of packed pages, of the middle form as long as that can make room. True if anything is on
+        its way.
         """
-        state, pages, moves = self._state, self._state.pages, self._moves
         busy = self._forget_prepared()
-        for model in state.models.values():
-            low = np.flatnonzero(
-                pages.live & (pages.model == model.index) & (pages.quant != NOWHERE) & ~pages.doomed
-            )
-            frames: dict[int, list[int]] = {}
-            for slot in low.tolist():
-                frames.setdefault(int(pages.quant[slot]) // model.quant.frame * model.quant.frame, []).append(
-                    slot
-                )
-            frames = {f: slots for f, slots in frames.items() if f not in self._emptying}
-            if missing <= 0 or moves.full() or not frames:
-                continue
-            frame = min(frames, key=lambda f: (len(frames[f]), f))
-            slots = frames[frame]
-            elsewhere = state.hbm.free_items(model.quant) - (
-                model.quant.items - state.hbm.items_used(model.quant, frame)
-            )
-            lacking = len(slots) - elsewhere - self._slots_coming(model)
-            if lacking > 0:
-                ready = self._scores.idle(low)
-                ready = ready[(pages.guard[ready] == Guard.NONE) & (pages.kind[ready] == Kind.QUANTIZED)]
-                busy |= bool(self._send_out(ready, lacking))
-            elif len(slots) > elsewhere:
-                busy = True  # slots are still retiring
-            elif all(
-                not pages.goal[s] and not pages.moving[s] and pages.kind[s] == Kind.QUANTIZED for s in slots
-            ):
-                state.hbm.withhold(model.quant, frame)
-                going = [moves.demote(s, Goal.RELOCATE, "compaction") for s in slots]
-                if all(going):
-                    self._emptying[frame] = model
-                    missing -= model.exact.frame
-                else:
-                    state.hbm.restore(model.quant, frame)
-                busy = True
+        for model in self._state.models.values():
+            for form in model.forms[1:]:
+                if missing > 0 and not self._moves.full() and (emptying := self._empty_frame(model, form)):
+                    missing -= model.exact.frame * (emptying == "moving")
+                    busy = True
+                    break
         return busy or bool(self._emptying)
 
+    def _empty_frame(self, model: Model, form: Kind) -> Literal["", "making room", "moving"]:
+        """The emptiest frame's pages change slots; where too few slots are free, the coldest pages of the form (in any
+        frame) go one rung down first. Empty where neither can be.
+        """
+        state, pages, moves, size_class = self._state, self._state.pages, self._moves, model.form(form)
+        offsets = pages.replica(form)
+        held = np.flatnonzero(
+            pages.live & (pages.model == model.index) & (offsets != NOWHERE) & ~pages.doomed
+        )
+        frames: dict[int, list[int]] = {}
+        for slot in held.tolist():
+            frames.setdefault(int(offsets[slot]) // size_class.frame * size_class.frame, []).append(slot)
+        frames = {f: slots for f, slots in frames.items() if f not in self._emptying}
+        if not frames:
+            return ""
+        frame = min(frames, key=lambda f: (len(frames[f]), f))
+        slots = frames[frame]
+        elsewhere = state.hbm.free_items(size_class) - (
+            size_class.items - state.hbm.items_used(size_class, frame)
+        )
+        lacking = len(slots) - elsewhere - self._slots_coming(model, form)
+        if lacking > 0:
+            if form is Kind.MIDDLE:
+                sent = self._out_of_middle(held, model, lacking, "pressure")
+            else:
+                ready = self._scores.idle(held)
+                ready = ready[(pages.guard[ready] == Guard.NONE) & (pages.kind[ready] == form)]
+                sent = self._send_out(ready, lacking)
+            return "making room" if sent else ""
+        if len(slots) > elsewhere:
+            return "making room"  # slots are still retiring
+        if any(pages.goal[s] or pages.moving[s] or pages.kind[s] != form for s in slots):
+            leaving = form is Kind.MIDDLE and any(pages.goal[s] for s in slots)
+            return "making room" if leaving else ""  # no page goes to host while others still become low-bit
+        state.hbm.withhold(size_class, frame)
+        going = [moves.demote(s, Goal.RELOCATE, "compaction") for s in slots]
+        if all(going):
+            self._emptying[frame] = (model, form)
+            return "moving"
+        state.hbm.restore(size_class, frame)
+        return "making room"
+
     def _forget_prepared(self) -> bool:
-        """Give up low-bit replicas made ahead for pages that may not be demoted any more: nobody reads them, and they
-        would hold their frame. True if there were any.
+        """Give up packed replicas made ahead for pages that may not be demoted any more: they would hold their frame.
+        True if there were any. They retire, since a sharer of a page that was adopted may still read one.
         """
         state, pages = self._state, self._state.pages
         ready = self._scores.idle(pages.slots())
-        ready = ready[(pages.kind[ready] == Kind.EXACT) & (pages.quant[ready] != NOWHERE)]
-        ready = ready[(pages.guard[ready] > Guard.ATTENDABLE) & (pages.moving[ready] == 0)]
-        for slot in ready.tolist():
-            state.hbm.release(state.model_of(slot).quant, int(pages.quant[slot]))
-            pages.quant[slot] = NOWHERE
-        return bool(len(ready))
+        ready = ready[pages.moving[ready] == 0]
+        held = (pages.kind[ready] == Kind.EXACT) & (pages.guard[ready] > Guard.ATTENDABLE)
+        found = False
+        for form in (Kind.MIDDLE, Kind.QUANTIZED):
+            ahead = ready[held & (pages.replica(form)[ready] != NOWHERE)]
+            for slot in ahead.tolist():
+                state.retire_replica(slot, form)
+            found |= len(ahead) > 0
+            held |= pages.kind[ready] == Kind.MIDDLE  # a move that it was made for has failed
+        return found
 
     def _shrink_session(self, session: Session, missing: int) -> None:
-        """The session's own budget: exact pages become low-bit, then low-bit ones leave, coldest first."""
+        """The session's own budget: exact pages are packed, then low-bit ones leave, coldest first."""
         pages, moves, model = self._state.pages, self._moves, session.model
         own = session.pages.view.copy()
-        saved = model.exact.item - (model.quant.item if session.ladder is Ladder.TIERED else 0)
+        packed = (model.middle or model.quant).item
+        saved = model.exact.item - (packed if session.ladder is Ladder.TIERED else 0)
         for guard in (Guard.ATTENDABLE, Guard.RECENT):
             frames = -(-missing // saved) * model.exact.frame
             left = self.quantize_or_drop(own, frames, guard) // model.exact.frame * saved
             frames = -(-left // model.exact.item) * model.exact.frame if left > 0 else 0
             left -= self._send_out_refused(own, frames, "budget") // model.exact.frame * model.exact.item
+            if left > 0 and model.middle is not None:
+                step = model.middle.item - model.quant.item
+                left -= self._out_of_middle(own, model, -(-left // step), "budget") * step
             if left <= 0:
                 return
             ready = self._scores.idle(own)
@@ -344,20 +431,39 @@ class Pressure:
             & (pages.score[ready] < state.thresholds.quantize_below)
             & ~pages.refused[ready]
         ]
+        softest = [self._softest(ready, model) for model in state.models.values() if model.middle is not None]
+        middle = np.concatenate([ready[:0], *softest])
+        middle = middle[pages.score[middle] < state.thresholds.quantize_below]
+        soften = self._may_soften(ready)
         low = ready[
             (pages.kind[ready] == Kind.QUANTIZED)
             & (pages.guard[ready] == Guard.NONE)
             & (pages.score[ready] < state.thresholds.offload_below)
         ]
-        for slots, goal in ((exact, Goal.QUANTIZED), (low, Goal.HOST)):
+        steps = ((exact, Goal.QUANTIZED), (middle, Goal.QUANTIZED), (soften, Goal.MIDDLE), (low, Goal.HOST))
+        for slots, goal in steps:
             for slot in self._scores.coldest_first(slots):
                 model = state.model_of(slot)
                 if goal is Goal.QUANTIZED and not model.ready:
                     self.fit(model)
-                elif goal is Goal.QUANTIZED and not self.may_encode(slot):
+                elif goal in DOWN and not self.may_encode(slot, DOWN[goal]):
                     continue
                 elif moves.full() or not moves.demote(slot, goal, "threshold"):
                     break
+
+    def _may_soften(self, ready: Slots) -> Slots:
+        """Exact pages whose score lets them take the middle form, and no lower one."""
+        state, pages = self._state, self._state.pages
+        if state.middle is None:
+            return ready[:0]
+        chosen: Slots = ready[
+            (pages.kind[ready] == Kind.EXACT)
+            & (pages.guard[ready] <= Guard.ATTENDABLE)
+            & (pages.score[ready] >= state.thresholds.quantize_below)
+            & (pages.score[ready] < state.middle_below)
+            & ~pages.refused[ready]
+        ]
+        return chosen
 
     def fit(self, model: Model, at_least: int = 1) -> None:
         """Start fitting a model's codec state from its exact pages: never from refused ones, from sinks if need be."""
@@ -377,4 +483,4 @@ class Pressure:
         plain = exact[pages.guard[exact] < Guard.EXACT]
         chosen = (plain if len(plain) else exact)[:FIT_PAGES]
         if len(chosen):
-            self._moves.fit(model, chosen.tolist())
+            self._moves.launch.fit(model, chosen.tolist())

@@ -5,6 +5,7 @@ ready: low-bit replicas of pages that will be demoted next, so that their demoti
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import Goal, Guard, Ladder, Reason
@@ -67,7 +68,7 @@ class Promotion:
                 break
             if self._moves.promote(slot, Goal.LOWBIT, "pin"):
                 spare -= self._state.model_of(slot).quant.item
-        exact = ready[(pages.pin[ready] == Guard.EXACT) & (pages.kind[ready] == Kind.QUANTIZED)]
+        exact = ready[(pages.pin[ready] == Guard.EXACT) & self._is_packed(ready)]
         return self._promote_exact(exact[pages.host_kind[exact] == Kind.EXACT], spare, "pin")
 
     def _refill(self, cold: Slots, tiered: Slots, spare: int) -> None:
@@ -88,23 +89,31 @@ class Promotion:
                 continue
             if moves.full():
                 break
+            if pages.host_kind[slot] == Kind.MIDDLE and not state.hbm.free_items(model.form(Kind.MIDDLE)):
+                continue
             frames = (
                 state.hbm.free_frames(model.exact.frame) - self._pressure.kept_frames(model)
             ) * model.exact.frame
             if state.hbm.free_items(model.quant) <= 1 and min(spare, frames) < model.exact.frame:
                 if not self._pressure.frames_coming():
-                    self._pressure.quantize_or_drop(tiered, model.exact.frame, Guard.ATTENDABLE)
+                    self._pressure.make_frame(tiered, model)
                 break
             expected = pages.mass[slot] > 0
             if not moves.promote(slot, Goal.LOWBIT, "recall" if expected else "room"):
                 break
             spare -= model.quant.item
 
+    def _is_packed(self, slots: Slots) -> NDArray[np.bool_]:
+        """In HBM, but not exact: promotion makes it that at once, from its copy in host memory."""
+        kinds = self._state.pages.kind[slots]
+        packed: NDArray[np.bool_] = (kinds == Kind.QUANTIZED) | (kinds == Kind.MIDDLE)
+        return packed
+
     def _promote_hot(self, spare: int) -> int:
         state, pages = self._state, self._state.pages
         ready = self._scores.idle(pages.slots())
         hot = ready[
-            (pages.kind[ready] == Kind.QUANTIZED)
+            self._is_packed(ready)
             & (pages.host_kind[ready] == Kind.EXACT)
             & (pages.score[ready] >= state.thresholds.promote_above)
         ]
@@ -127,21 +136,24 @@ class Promotion:
         return session.step - float(self._state.pages.moved_step[slot]) if session else 0.0
 
     def _prepare(self, spare: int) -> None:
-        """Low-bit replicas of pages below `quantize_below`, while there is plenty of room: demotion is then instant."""
+        """Packed replicas of pages below the threshold, while there is plenty of room: demotion is then instant."""
         state, pages = self._state, self._state.pages
+        form = Kind.QUANTIZED if state.middle is None else Kind.MIDDLE
+        level = state.thresholds.quantize_below if state.middle is None else state.middle_below
         ready = self._scores.idle(pages.slots())
         soon = ready[
             (pages.kind[ready] == Kind.EXACT)
-            & (pages.quant[ready] == NOWHERE)
+            & (pages.replica(form)[ready] == NOWHERE)
             & (pages.ladder[ready] == Ladder.TIERED)
             & (pages.guard[ready] <= Guard.ATTENDABLE)
-            & (pages.score[ready] < state.thresholds.quantize_below)
+            & (pages.score[ready] < level)
             & (pages.moving[ready] == 0)
             & ~pages.refused[ready]
         ]
         for slot in self._scores.coldest_first(soon):
-            spare -= state.model_of(slot).quant.item
-            if not self._pressure.may_encode(slot):
+            model = state.model_of(slot)
+            spare -= model.form(form).item
+            if not self._pressure.may_encode(slot, form):
                 continue
-            if spare < state.model_of(slot).exact.frame or self._moves.full() or not self._moves.encode(slot):
+            if spare < model.exact.frame or self._moves.full() or not self._moves.launch.encode(slot, form):
                 break

@@ -152,10 +152,12 @@ class Recall:
         return on_its_way
 
     def _encodable(self, slot: int) -> bool:
-        """There is a low-bit form of the page, or one can be made."""
-        pages = self._state.pages
+        """There is a low-bit form of the page, or one can be made; or there is a slot for it as it is."""
+        pages, model = self._state.pages, self._state.model_of(slot)
+        if pages.host_kind[slot] == Kind.MIDDLE:
+            return self._state.hbm.free_items(model.form(Kind.MIDDLE)) > 0
         possible = pages.host_kind[slot] == Kind.QUANTIZED or not pages.refused[slot]
-        return bool(possible) and self._state.model_of(slot).ready
+        return bool(possible) and model.ready
 
     def _start(self, session: Session, slot: int) -> bool:
         """Begin to bring a page back, if there is a slot for it."""

@@ -26,6 +26,7 @@ from tierkv.daemon import events, registry
 from tierkv.daemon.attach import Admission, AttachServer, Peer
 from tierkv.daemon.calibrations import Calibrations
 from tierkv.daemon.loop_contract import BrainLike, ServerMetrics
+from tierkv.daemon.middle import middle_codec
 from tierkv.daemon.mover import Mover, OnMove
 from tierkv.daemon.pools import BytePool, DevicePool, DevicePools, HbmPool, HostPool, round_down
 from tierkv.daemon.server import OwnerLoop
@@ -63,6 +64,7 @@ class ServiceConfig:
     heartbeat_seconds: float = 2.0
     digest_layers: int = 0  # as workers are told: 0 for no digests
     measure_every: int = 0  # see `Mover`
+    middle: str = ""  # codec of the middle form
     calibration: Path | None = None  # see `Calibrations`
 
 
@@ -127,7 +129,7 @@ class Service:
         self.calibrations = Calibrations(config.calibration)
         self.mover = Mover(
             self._pools, get_codec(config.codec), lambda result: self.loop.post(result), self._on_move,
-            config.measure_every, self.calibrations,
+            config.measure_every, self.calibrations, middle_codec(config.middle) if config.middle else None,
         )  # fmt: skip
         self.brain = self._brain_factory(config)
         self.loop = OwnerLoop(
@@ -265,7 +267,7 @@ class Service:
         return Attached(
             PROTOCOL_VERSION, config.epoch, self.loop.endpoint, config.hbm_bytes, config.host_bytes,
             config.codec, config.page_tokens, config.straddle, config.observe_every, config.heartbeat_seconds,
-            config.digest_layers, list(lost),
+            config.digest_layers, config.middle, list(lost),
         )  # fmt: skip
 
 

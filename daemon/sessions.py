@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from tierkv.daemon.addresses import address_of
 from tierkv.daemon.allocator import SizeClass
-from tierkv.daemon.pages import Guard, Ladder
+from tierkv.daemon.pages import FORMS, Guard, Ladder
 from tierkv.daemon.policy import TokenState
 from tierkv.geometry import Geometry
 from tierkv.protocol import SessionOptions
 from tierkv.regions import Region
-from tierkv.table import NOWHERE
+from tierkv.table import NOWHERE, Kind
 
 IDLE_SECONDS = 1.0
 """A session that has not stepped for this long is paused; its clock then runs by the wall."""
@@ -36,11 +36,23 @@ class Model:
     quant: SizeClass
     digest: SizeClass
     state_bytes: int
+    middle: SizeClass | None = None
     state_offset: int = NOWHERE  # reserved block
     state: int = NOWHERE  # the same once fitted: what plans name
     fitting: bool = False
     fit_after: float = 0.0  # a fit that failed is not tried again before
     sessions: set[int] = field(default_factory=set)
+
+    def form(self, form: int) -> SizeClass:
+        """What a replica of this form takes."""
+        found = {Kind.EXACT: self.exact, Kind.MIDDLE: self.middle, Kind.QUANTIZED: self.quant}[Kind(form)]
+        assert found is not None, "a page of the middle form, which is not configured"
+        return found
+
+    @property
+    def forms(self) -> tuple[Kind, ...]:
+        """Forms of its replicas in HBM, best first."""
+        return tuple(form for form in FORMS if form is not Kind.MIDDLE or self.middle is not None)
 
     @property
     def ready(self) -> bool:

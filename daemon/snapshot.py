@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from tierkv.daemon.counters import Counters
 from tierkv.daemon.moves import Moves
+from tierkv.daemon.pages import TIER
 from tierkv.daemon.state import State
 from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
 
-TIERS = ("hbm", "quantized", "host", "dropped")
+TIERS = ("hbm", "middle", "quantized", "host", "dropped")
 """Tier of a page: what attention reads. `Kind` and the host replica decide."""
 
 
@@ -24,7 +25,7 @@ class Snapshot:
 
     Attributes:
         pages: pages by (tier, region); open and blank pages count as `hbm`.
-        tier_bytes: replica bytes by tier: exact in HBM, low-bit in HBM, any in host.
+        tier_bytes: replica bytes by tier: exact, middle and low-bit in HBM, any in host.
         page_scores: scores of sealed attendable or host pages by region, as of the last rescoring.
     """
 
@@ -96,6 +97,7 @@ def tiers_of(state: State, slots: NDArray[np.int64]) -> NDArray[np.int64]:
     tier = np.full(len(slots), TIERS.index("dropped"))
     tier[pages.host[slots] != NOWHERE] = TIERS.index("host")
     tier[pages.kind[slots] == Kind.QUANTIZED] = TIERS.index("quantized")
+    tier[pages.kind[slots] == Kind.MIDDLE] = TIERS.index("middle")
     tier[pages.kind[slots] == Kind.EXACT] = TIERS.index("hbm")
     return tier
 
@@ -138,11 +140,11 @@ def _tier_bytes(state: State, slots: NDArray[np.int64]) -> dict[str, int]:
     total = dict.fromkeys(TIERS, 0)
     for index, model in state.models_by_index.items():
         own = slots[pages.model[slots] == index]
-        total["hbm"] += int(np.count_nonzero(pages.exact[own] != NOWHERE)) * model.exact.item
-        total["quantized"] += int(np.count_nonzero(pages.quant[own] != NOWHERE)) * model.quant.item
-        in_host = own[pages.host[own] != NOWHERE]
-        low = int(np.count_nonzero(pages.host_kind[in_host] == Kind.QUANTIZED))
-        total["host"] += low * model.quant.item + (len(in_host) - low) * model.exact.item
+        for form in model.forms:
+            held = int(np.count_nonzero(pages.replica(form)[own] != NOWHERE))
+            in_host = int(np.count_nonzero(pages.host_kind[own] == form))
+            total[TIER[form]] += held * model.form(form).item
+            total["host"] += in_host * model.form(form).item
     return total
 
 
@@ -152,8 +154,11 @@ def session_stats(state: State, session_id: int) -> dict[str, float]:
     slots = session.pages.view
     tier = np.bincount(tiers_of(state, slots), minlength=len(TIERS))
     pages, model = state.pages, session.model
-    exact = int(np.count_nonzero(pages.exact[slots] != NOWHERE))
-    quant = int(np.count_nonzero(pages.quant[slots] != NOWHERE))
+    held = {
+        f"bytes_{TIER[form]}": int(np.count_nonzero(pages.replica(form)[slots] != NOWHERE))
+        * model.form(form).item
+        for form in model.forms
+    }
     in_host = slots[pages.host[slots] != NOWHERE]
     host = sum(state.host_class(slot).item for slot in in_host.tolist())
     return {
@@ -162,8 +167,7 @@ def session_stats(state: State, session_id: int) -> dict[str, float]:
         "version": session.version,
         "hbm_bytes": state.hbm_bytes_of(session),
         "blank_pages": len(session.blanks),
-        "bytes_hbm": exact * model.exact.item,
-        "bytes_quantized": quant * model.quant.item,
+        **held,
         "bytes_host": host,
         **{f"pages_{name}": int(tier[t]) for t, name in enumerate(TIERS)},
     }

@@ -16,7 +16,8 @@ import numpy as np
 from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
 from tierkv.daemon.counters import Counters
 from tierkv.daemon.events import Instruction, SendPlan
-from tierkv.daemon.pages import PageStore
+from tierkv.daemon.middle import middle_below, middle_class, middle_codec
+from tierkv.daemon.pages import Guard, Ladder, PageStore
 from tierkv.daemon.policy import Policy, Thresholds
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.sessions import Client, Model, Session
@@ -40,6 +41,9 @@ SESSIONS_NAMED = 8
 class BrainConfig:
     """Sizes in bytes, watermarks as free fractions of HBM, bandwidth in bytes a second (0: unbounded).
 
+    `middle` names the form between exact and low-bit (empty: none), which pages below `middle_below` may take (`None`:
+    halfway from the threshold of low-bit to that of promotion).
+
     `policy` is a name, or the policy itself where its settings are not the defaults. `digest_share` is the fraction of
     HBM that digests of cold pages may take (0: none are made), `digest_layers` how many of a page's last layers they
     describe (0: all).
@@ -49,6 +53,8 @@ class BrainConfig:
     host_bytes: int
     epoch: int = 1
     codec: str = "k3v2"
+    middle: str = ""
+    middle_below: float | None = None
     policy: str | Policy = "memdecay"
     page_tokens: int = 16
     straddle: bool = False
@@ -85,8 +91,10 @@ class State:
     def __init__(self, config: BrainConfig) -> None:
         self.config = config
         self.codec = get_codec(config.codec)
+        self.middle = middle_codec(config.middle) if config.middle else None
         self.policy = get_policy(config.policy) if isinstance(config.policy, str) else config.policy
         self.thresholds = config.thresholds or self.policy.thresholds
+        self.middle_below = middle_below(config.middle_below, self.thresholds)
         self.pages = PageStore()
         self.sessions: dict[int, Session] = {}
         self.budgeted: set[int] = set()  # sessions with a budget of their own
@@ -162,9 +170,10 @@ class State:
         Raises:
             GeometryMismatch: its pages hold another number of tokens than this daemon's.
             BudgetTooSmall: the pool does not hold two of its pages.
-            ConfigError: the codec cannot pack them.
+            ConfigError: the codec cannot pack them, or the middle form saves nothing.
         """
-        key = fingerprint(geometry, model_id, self.config.codec)
+        forms = f"{self.config.codec}, {self.config.middle}" if self.config.middle else self.config.codec
+        key = fingerprint(geometry, model_id, forms)
         if key in self.models:
             return self.models[key]
         if geometry.page_tokens != self.config.page_tokens:
@@ -177,6 +186,8 @@ class State:
                 f"a page of {self.codec.name} takes {packed:,} bytes, more than the {frame:,} of an exact one: "
                 "let fewer layers be exact"
             )
+        quant = SizeClass(frame, min(frame, aligned(packed)))
+        middle = None if self.middle is None else middle_class(self.middle, geometry, quant)
         if 2 * frame > self.hbm.size:
             raise BudgetTooSmall(
                 f"the HBM pool of {self.hbm.size:,} bytes holds {self.hbm.size // frame} pages of {frame:,} bytes; "
@@ -186,9 +197,10 @@ class State:
         model = Model(
             key, self._model_index, model_id, geometry,
             exact=SizeClass(frame, frame),
-            quant=SizeClass(frame, min(frame, aligned(packed))),
+            quant=quant,
             digest=SizeClass(frame, min(frame, digest_shape(geometry, self.config.digest_layers).nbytes)),
             state_bytes=4 * self.codec.state_floats(geometry),
+            middle=middle,
         )  # fmt: skip
         self.models[key] = model
         self.models_by_index[model.index] = model
@@ -244,10 +256,10 @@ class State:
         )
 
     def _change(self, slot: int) -> PageChange:
-        pages, kind = self.pages, int(self.pages.kind[slot])
-        offset = {Kind.EXACT: pages.exact[slot], Kind.QUANTIZED: pages.quant[slot]}.get(Kind(kind), NOWHERE)
+        pages, kind = self.pages, Kind(int(self.pages.kind[slot]))
+        offset = NOWHERE if kind is Kind.NONE else int(pages.replica(kind)[slot])
         return PageChange(
-            int(pages.id[slot]), kind, int(offset),
+            int(pages.id[slot]), int(kind), offset,
             int(pages.host_kind[slot]), int(pages.host[slot]), int(pages.checksum[slot]), int(pages.digest[slot]),
         )  # fmt: skip
 
@@ -330,19 +342,39 @@ class State:
 
     def release_replicas(self, slot: int) -> None:
         pages, model = self.pages, self.model_of(slot)
-        if pages.exact[slot] != NOWHERE:
-            self.hbm.release(model.exact, int(pages.exact[slot]))
-        if pages.quant[slot] != NOWHERE:
-            self.hbm.release(model.quant, int(pages.quant[slot]))
+        for form in model.forms:
+            self.release_replica(slot, form)
         if pages.host[slot] != NOWHERE:
             self.host.release(self.host_class(slot), int(pages.host[slot]))
         if pages.digest[slot] != NOWHERE:
             self.hbm.release(model.digest, int(pages.digest[slot]))
-        pages.exact[slot] = pages.quant[slot] = pages.host[slot] = pages.digest[slot] = NOWHERE
+        pages.host[slot] = pages.digest[slot] = NOWHERE
+
+    def release_replica(self, slot: int, form: Kind) -> None:
+        """Free a replica in HBM that nobody reads, if there is one."""
+        offsets = self.pages.replica(form)
+        if offsets[slot] != NOWHERE:
+            self.hbm.release(self.model_of(slot).form(form), int(offsets[slot]))
+            offsets[slot] = NOWHERE
+
+    def retire_replica(self, slot: int, form: Kind) -> None:
+        """A replica in HBM leaves its page (`retire`), if there is one."""
+        offsets = self.pages.replica(form)
+        if offsets[slot] != NOWHERE:
+            self.retire("hbm", self.model_of(slot).form(form), int(offsets[slot]), slot)
+            offsets[slot] = NOWHERE
 
     def host_class(self, slot: int) -> SizeClass:
-        model = self.model_of(slot)
-        return model.quant if self.pages.host_kind[slot] == Kind.QUANTIZED else model.exact
+        """Of a page's replica in host memory."""
+        return self.model_of(slot).form(int(self.pages.host_kind[slot]) or Kind.EXACT)
+
+    def page_bytes(self, model: Model, form: int) -> int:
+        """Bytes that are read and written of a replica of this form."""
+        if form == Kind.EXACT:
+            return model.geometry.page_bytes
+        codec = self.middle if form == Kind.MIDDLE else self.codec
+        assert codec is not None
+        return codec.page_bytes(model.geometry)
 
     def enroll(self, session: Session) -> None:
         """A session is there: its client, model and family know it from now on."""
@@ -373,9 +405,12 @@ class State:
         slots, model = session.pages.view, session.model
         exact = int(np.count_nonzero(self.pages.exact[slots] != NOWHERE)) + len(session.blanks)
         quant = int(np.count_nonzero(self.pages.quant[slots] != NOWHERE))
+        packed = quant * model.quant.item
+        if model.middle is not None:
+            packed += int(np.count_nonzero(self.pages.middle[slots] != NOWHERE)) * model.middle.item
         digests = int(np.count_nonzero(self.pages.digest[slots] != NOWHERE)) * model.digest.item
         coming = int(self.pages.coming[slots].sum())
-        return exact * model.exact.item + quant * model.quant.item + digests + coming + session.retiring_bytes
+        return exact * model.exact.item + packed + digests + coming + session.retiring_bytes
 
     def may_hold_digest(self, session: Session | None) -> bool:
         """One more digest fits into the session's own budget, and into the share of it that digests may take (always
@@ -387,6 +422,23 @@ class State:
         held = int(np.count_nonzero(self.pages.digest[session.pages.view] != NOWHERE)) + 1
         fits = self.hbm_bytes_of(session) + size <= budget
         return fits and held * size <= self.config.digest_share * budget
+
+    def kept_for_low_bit(self, model: Model) -> int:
+        """Free frames (one or none) that wait for low-bit pages: while no slot is free for one, or, with a middle form,
+        not for all that a frame of it holds. Else nothing could become low-bit any more.
+        """
+        return int(self.hbm.free_items(model.quant) < (model.middle.items if model.middle else 1))
+
+    def kept_for_middle(self, model: Model) -> int:
+        """Free frames (one or none) that wait for pages of the middle form: while none has a free slot and exact pages
+        may still take one. Else every frame would be given out, and the rung would never grow.
+        """
+        if model.middle is None or self.hbm.free_items(model.middle):
+            return 0
+        pages = self.pages
+        taking = pages.live & pages.sealed & (pages.model == model.index) & (pages.kind == Kind.EXACT)
+        taking &= (pages.ladder == Ladder.TIERED) & (pages.guard <= Guard.ATTENDABLE) & ~pages.refused
+        return int(np.any(taking))
 
     def kept_for_digests(self, model: Model) -> int:
         """Free frames (one or none) that wait for digests of the model's pages: while none has a free slot, up to their

@@ -36,6 +36,7 @@ class Blockwise(Codec):
     """What both share; a codec of the family says how many bits a code takes."""
 
     bits: ClassVar[int]
+    in_model_space: ClassVar[bool] = True
 
     def page_bytes(self, geometry: Geometry) -> int:
         if geometry.head_dim * self.bits % 8:

@@ -45,6 +45,8 @@ class Codec(ABC):
     name: ClassVar[str]
     code: ClassVar[int]
     """Small integer by which kernels dispatch; never reused for another format."""
+    in_model_space: ClassVar[bool] = False
+    """Attention needs neither a prepared query nor finished values, and no state: its sums are those of exact pages."""
     takes_moments: ClassVar[bool] = False
     """Whether the state of `fit_moments` is better than that of `fit_state`."""
 

@@ -20,6 +20,7 @@ _EXPONENT: Final = {"float32": 0x7F80_0000, "float16": 0x7C00, "bfloat16": 0x7F8
 class Exact(Codec):
     name: ClassVar[str] = "exact"
     code: ClassVar[int] = codes.EXACT
+    in_model_space: ClassVar[bool] = True
 
     def page_bytes(self, geometry: Geometry) -> int:
         return geometry.page_bytes

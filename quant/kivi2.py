@@ -44,6 +44,7 @@ _REFUSED = "the page holds NaN, infinity or values at the end of float32's range
 class Kivi2(Codec):
     name: ClassVar[str] = "kivi2"
     code: ClassVar[int] = KIVI2
+    in_model_space: ClassVar[bool] = True
 
     def page_bytes(self, geometry: Geometry) -> int:
         if geometry.head_dim % LANES:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import tierkv
-from tests.faults.harness import ROOT, Owner, until
+from tests.faults.harness import ROOT, Owner, holds_nothing, until
 from tests.test_readme import BIN, MIB, python_blocks, shell_lines
 
 GUIDE, PROTOCOL = ROOT / "docs" / "guide.md", ROOT / "docs" / "protocol.md"
@@ -40,7 +40,7 @@ def run(document: Path, state_dir: Path, tmp_path: Path) -> str:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
     with tierkv.connect(state_dir) as client:
-        until(lambda: client.stats()["hbm_used_bytes"] == client.stats()["host_used_bytes"] == 0, 5.0)
+        until(lambda: holds_nothing(client), 5.0)
         assert client.stats()["hbm_peak_bytes"] > 0
     return done.stdout
 

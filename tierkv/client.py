@@ -119,6 +119,11 @@ class Client:
         return self._terms.codec
 
     @property
+    def middle(self) -> str:
+        """Codec of the form between exact and low-bit pages; empty where there is none."""
+        return self._terms.middle
+
+    @property
     def page_tokens(self) -> int:
         return self._terms.page_tokens
 

@@ -57,6 +57,7 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
                 ("endpoint", now["endpoint"]),
                 ("http", now["url"]),
                 ("codec, policy", f"{now['codec']}, {now['policy']}"),
+                *([("middle form", now["middle"])] if now["middle"] else []),
                 *([("policy file", file)] if (file := now["config"]["policy_file"]) else []),
                 *(("model", f"{model}: {how}") for model, how in now["calibrations"].items()),
                 (
@@ -70,7 +71,7 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
                         f"pages {tier}",
                         f"{stats[f'pages_{tier}']:,.0f} ({show_bytes(int(stats[f'bytes_{tier}']))})",
                     )
-                    for tier in ("hbm", "quantized", "host")
+                    for tier in ("hbm", *(["middle"] if now["middle"] else []), "quantized", "host")
                 ),
                 ("pages dropped", f"{stats['pages_dropped']:,.0f}"),
                 *([("low-bit error", _loss(stats))] if stats["measured_pages"] else []),

@@ -7,6 +7,7 @@ from tierkv.protocol import Explained
 
 WHERE = {
     "hbm": "exact in HBM",
+    "middle": "in the middle form in HBM",
     "quantized": "low-bit in HBM",
     "host": "in host memory only",
     "dropped": "nowhere: it was dropped",

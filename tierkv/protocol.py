@@ -28,7 +28,7 @@ import msgspec
 from tierkv.errors import ProtocolError
 from tierkv.geometry import DTypeName
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_HEADER_BYTES = 64 << 20
 MAX_REQUEST_PAGES = 65_536
 ATTACH_SOCKET = "attach.sock"
@@ -152,6 +152,8 @@ class Attached(_Struct, tag="attached"):
     heartbeat_seconds: float
     digest_layers: int = 0
     """Last layers of a page that a digest describes, as far as the page has so many; 0: cold pages leave none."""
+    middle: str = ""
+    """Codec of the form between exact and `codec`; empty: there is none."""
     lost: list[tuple[int, int, int]] = []
     """After adoption: `(session, first token, stop token)` ranges that no replica holds."""
 
@@ -346,7 +348,8 @@ class Explained(_Struct, tag="explained", kw_only=True):
         start: first token; it holds `tokens` from there on.
         open: it still takes tokens, and is not moved until it is full.
         shared_by: sessions that name it.
-        tier: what attention reads: `hbm` (exact), `quantized`, `host` (not attended in place of HBM) or `dropped`.
+        tier: what attention reads: `hbm` (exact), `middle`, `quantized`, `host` (not attended in place of HBM)
+            or `dropped`.
         goal: where it is on its way to; empty: nowhere.
         moved_ago: decode steps since the last change of tier, None if there was none; `moved_why` is its reason.
         guards: how far it may be demoted, by reason (`pin`, `sink`, `recent`, `stopped`): `exact`, `recent`

@@ -38,6 +38,8 @@ class Pools(Protocol):
 
     @property
     def codec(self) -> str: ...
+    @property
+    def middle(self) -> str: ...
 
     @property
     def digest_layers(self) -> int: ...
@@ -152,7 +154,8 @@ class Residency:
             data = self._pools.hbm()
             state = codec_state(data, self._codec_state, codec.state_floats(self.geometry))
             layers = min(self._pools.digest_layers, self.geometry.num_layers)
-            view = self._view = PoolView(data, self.geometry, codec, state, layers)
+            middle = quant.get(self._pools.middle) if self._pools.middle else None
+            view = self._view = PoolView(data, self.geometry, codec, state, layers, middle)
         return view
 
     @property
@@ -173,8 +176,11 @@ class Residency:
         from tierkv import quant
 
         geometry = self.geometry
-        exact = kind == Kind.EXACT
-        size = geometry.page_bytes if exact else quant.get(self._pools.codec).page_bytes(geometry)
+        if kind == Kind.EXACT:
+            size = geometry.page_bytes
+        else:
+            codec = self._pools.middle if kind == Kind.MIDDLE else self._pools.codec
+            size = quant.get(codec).page_bytes(geometry)
         good = checksum(self._pools.host()[offset : offset + size], page) == expected
         if not good:
             self._damaged(page)

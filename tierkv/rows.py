@@ -22,7 +22,7 @@ class PageRows(NamedTuple):
     """Attendable pages in token order. `starts` is the session's index of a page's first token."""
 
     offsets: NDArray[np.int64]  # bytes into the HBM pool
-    kinds: NDArray[np.int8]  # table.Kind: EXACT or QUANTIZED
+    kinds: NDArray[np.int8]  # table.Kind: EXACT, QUANTIZED or MIDDLE
     counts: NDArray[np.int32]  # tokens of the page that are attended
     starts: NDArray[np.int64]
 
@@ -159,12 +159,13 @@ class PageTable:
         return self._cold_rows(rows[self.verified[rows] > 0], stop)
 
     def exact(self, stop: int, verify: Verify, most: int) -> tuple[PageRows, ColdRows] | None:
-        """Like `rows` and `cold`, but low-bit pages are to be read from their exact host copies: cold rows, too.
+        """Like `rows` and `cold`, but packed pages are to be read from their exact host copies: cold rows, too.
 
         `None` where that is more than `most` pages.
         """
         top = int(np.searchsorted(self.start[: self.length], stop, side="left"))
-        copied = (self.kind[:top] == Kind.QUANTIZED) & (self.host_kind[:top] == Kind.EXACT)
+        packed = (self.kind[:top] == Kind.QUANTIZED) | (self.kind[:top] == Kind.MIDDLE)
+        copied = packed & (self.host_kind[:top] == Kind.EXACT)
         far = np.flatnonzero(((self.kind[:top] == Kind.NONE) & (self.host_kind[:top] != Kind.NONE)) | copied)
         if len(far) > most:
             return None

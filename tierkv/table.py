@@ -22,6 +22,7 @@ class Kind(IntEnum):
     NONE = 0
     EXACT = 1
     QUANTIZED = 2
+    MIDDLE = 3  # packed by the middle form, between the two
 
 
 class Placement(NamedTuple):

@@ -100,11 +100,18 @@ def make_both(
     seed: int, row_pages: tuple[int, ...] = (5,), cold_pages: tuple[int, ...] = (9,), *, read: int = 3,
     digest_layers: int = 1, without: tuple[int, ...] = (),
     dtype: DTypeName = "bfloat16", head_dim: int = 64, kv_heads: int = 3, low: float = 0.5, codec_name: str = "k3v2",
+    middle_name: str = "",
 ) -> Both:  # fmt: skip
     """`without`: cold pages that have no digest."""
-    shape = {"dtype": dtype, "head_dim": head_dim, "kv_heads": kv_heads, "codec_name": codec_name}
-    case = make_case(seed, row_pages=row_pages, low=low, **shape)
-    host = make_case(seed + 1, row_pages=cold_pages, low=low, **shape)
+    shape = {
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "kv_heads": kv_heads,
+        "codec_name": codec_name,
+        "middle_name": middle_name,
+    }
+    case = make_case(seed, row_pages=row_pages, **shape)
+    host = make_case(seed + 1, row_pages=cold_pages, **shape)
     geometry = case.view.geometry
     form = digests.digest_shape(geometry, digest_layers)
     start = -(-len(case.view.data) // 64) * 64

@@ -31,6 +31,10 @@ SHAPES = [
     ("int8", 64), ("int8", 96), ("nf4", 80), ("nf4", 128), ("exact", 64), ("exact", 80), ("klt2", 64), ("klt2", 96),
     *((name, 64) for name in LAYERED),  # codecs of their own for the two layers
 ]  # fmt: skip
+MIDDLES = [
+    ("k3v2", "nf4"), ("k3v2", "int8"), ("klt2", "nf4"), ("rotated2", "kivi2"), ("kivi2", "nf4"), ("nf4", "int8"),
+    ("k3v2,0=exact", "nf4"), ("rotated2,0=nf4,1=klt2", "int8"),
+]  # fmt: skip
 MASS_CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
@@ -61,12 +65,13 @@ def make_case(
     row_pages: tuple[int, ...] = (9,),
     low: float = 0.5,
     codec_name: str = "k3v2",
+    middle_name: str = "",
     state: NDArray[np.float32] | None = None,
     full: bool = False,
 ) -> Case:
     """Pages of random tokens in shuffled places of a pool; a share `low` of them packed, most of them partly filled.
 
-    Without a `state` the codec is fitted to the pages.
+    With a middle form, half of the rest is of it. Without a `state` the codec is fitted to the pages.
     """
     rng = np.random.default_rng(seed)
     geometry = Geometry(2, kv_heads, head_dim, dtype, page_tokens)
@@ -79,6 +84,9 @@ def make_case(
     if full:
         counts[:] = page_tokens
     kinds = np.where(rng.random(count) < low, Kind.QUANTIZED, Kind.EXACT).astype(np.int8)
+    middle = quant.get(middle_name) if middle_name else None
+    if middle is not None:
+        kinds[(kinds == Kind.EXACT) & (rng.random(count) < 0.5)] = Kind.MIDDLE
     pages = torch.from_numpy(rng.standard_normal((count, *geometry.shape), np.float32)).to(DTYPES[dtype])
     exact = [page.contiguous().view(torch.uint8).numpy().reshape(-1) for page in pages]
     if state is None:
@@ -90,10 +98,11 @@ def make_case(
             place[: geometry.page_bytes] = exact[page]
             tokens = pages[page].double()
         else:
-            packed = place[: codec.page_bytes(geometry)]
-            codec.encode(geometry, exact[page], int(counts[page]), state, packed)
+            form = codec if middle is None or kinds[page] == Kind.QUANTIZED else middle
+            packed = place[: form.page_bytes(geometry)]
+            form.encode(geometry, exact[page], int(counts[page]), state, packed)
             tokens = torch.from_numpy(
-                codec.reference_decode(geometry, packed, int(counts[page]), state)
+                form.reference_decode(geometry, packed, int(counts[page]), state)
             ).double()
         held.append(tokens[..., : counts[page], :].transpose(0, 1))  # [2, layers, kv_heads, tokens, head_dim]
     row_starts = np.cumsum([0, *row_pages]).astype(np.int64)
@@ -101,7 +110,7 @@ def make_case(
     dense = [torch.cat([empty, *held[first:last]], 3) for first, last in pairwise(row_starts)]
     token_starts = np.cumsum(counts, dtype=np.int64) - counts
     return Case(
-        PoolView(data, geometry, codec, state),
+        PoolView(data, geometry, codec, state, middle=middle),
         Pages(offsets, kinds, counts, token_starts, row_starts, int(counts.sum())),
         dense,
     )
@@ -190,6 +199,25 @@ class TestEveryAttention:
     ) -> None:
         case = make_case(9, dtype=dtype, kv_heads=2, row_pages=(4, 3), codec_name=codec_name)
         check_decode(implementation, case, 2, seed=9)
+
+    @pytest.mark.parametrize(("codec_name", "middle_name"), MIDDLES)
+    def test_decode_equals_softmax_over_three_forms_at_once(
+        self, implementation: PagedAttention, codec_name: str, middle_name: str
+    ) -> None:
+        case = make_case(31, row_pages=(9, 2, 12), low=0.4, codec_name=codec_name, middle_name=middle_name)
+        assert set(case.pages.kinds) == {Kind.EXACT, Kind.QUANTIZED, Kind.MIDDLE}
+        check_decode(implementation, case, 3, seed=31)
+
+    def test_decode_equals_softmax_over_middle_pages_alone(self, implementation: PagedAttention) -> None:
+        case = make_case(32, kv_heads=1, row_pages=(5,), low=0.0, middle_name="nf4")
+        mine = np.flatnonzero(case.pages.kinds == Kind.MIDDLE)
+        counts = case.pages.counts[mine]
+        alone = Pages(
+            case.pages.offsets[mine], case.pages.kinds[mine], counts, np.cumsum(counts, dtype=np.int64) - counts,
+            np.array([0, len(mine)], np.int64), int(counts.sum()),
+        )  # fmt: skip
+        kept = np.repeat(case.pages.kinds == Kind.MIDDLE, case.pages.counts)
+        check_decode(implementation, Case(case.view, alone, [case.dense[0][:, :, :, kept]]), 20, seed=32)
 
     def test_more_query_heads_share_a_key_than_a_fused_kernel_takes_at_once(
         self, implementation: PagedAttention
@@ -313,6 +341,14 @@ class TestEveryAttention:
         case = make_case(
             head_dim, head_dim=head_dim, kv_heads=2, row_pages=(7,), low=0.7, codec_name=codec_name
         )
+        self.check_prefill(implementation, case, 20, window=50)
+
+    @pytest.mark.parametrize(("codec_name", "middle_name"), MIDDLES)
+    def test_prefill_reads_three_forms_at_once(
+        self, implementation: PagedAttention, codec_name: str, middle_name: str
+    ) -> None:
+        case = make_case(33, row_pages=(14,), low=0.4, codec_name=codec_name, middle_name=middle_name)
+        assert set(case.pages.kinds) == {Kind.EXACT, Kind.QUANTIZED, Kind.MIDDLE}
         self.check_prefill(implementation, case, 20, window=50)
 
     def test_prefill_joins_many_blocks(self, implementation: PagedAttention) -> None:

@@ -323,6 +323,19 @@ class TestEveryCodec:
         assert np.isfinite(codec.reference_decode(geometry, packed, count, state)).all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_codec_says_whether_its_sums_are_those_of_exact_pages(name: str) -> None:
+    """Attention adds middle pages to the exact sum on the strength of it: no query prepared, no values finished."""
+    codec, geometry = get(name), Geometry(1, 1, 64, "bfloat16", 16)
+    state, code = example_state(codec, geometry), codec.kernel_code(geometry)
+    query = np.random.default_rng(5).standard_normal((2, 64)).astype(np.float32)
+    prepared, bias, out = np.empty_like(query), np.ones(2, np.float32), np.zeros_like(query)
+    fused.prepare_query(code, query, 0, 0, 1, 1, 16, 64, state, prepared, bias)
+    fused.finish_values(code, query.copy(), 0, 0, 1, 1, 16, 64, state, out)
+    plain = codec.state_floats(geometry) == 0 and np.array_equal(prepared, query) and not bias.any()
+    assert codec.in_model_space == (plain and np.array_equal(out, query))
+
+
 def test_codes_are_distinct_and_lead_back_to_their_codec() -> None:
     assert {name: get(name).code for name in NAMES} == {
         "k3v2": 1, "klt2": 6, "klt25": 7, "rotated2": 3, "kivi2": 2, "int8": 4, "nf4": 5, "exact": 16,

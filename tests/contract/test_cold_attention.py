@@ -25,6 +25,7 @@ from tierkv import quant
 from tierkv.attention.contract import READ_ALL, ColdSeen, PagedAttention
 from tierkv.geometry import DTypeName
 from tierkv.prefetch import digests
+from tierkv.table import Kind
 
 SHAPES = [
     ("k3v2", 64), ("k3v2", 80), ("k3v2", 128), ("rotated2", 80), ("kivi2", 64), ("kivi2", 80), ("kivi2", 128),
@@ -47,6 +48,17 @@ class TestEveryAttentionOverColdPages:
     ) -> None:
         both = make_both(head_dim, (3, 2), (8, 6), head_dim=head_dim, kv_heads=2, codec_name=codec_name)
         check_decode(implementation, both, 3, seed=head_dim)
+
+    @pytest.mark.parametrize(("codec_name", "middle_name"), [("k3v2", "nf4"), ("klt2,0=exact", "int8")])
+    def test_decode_equals_softmax_over_cold_pages_of_three_forms(
+        self, implementation: PagedAttention, codec_name: str, middle_name: str
+    ) -> None:
+        both = make_both(41, (6, 4), (9, 8), low=0.4, codec_name=codec_name, middle_name=middle_name)
+        assert set(both.cold.pages.kinds) == {Kind.EXACT, Kind.QUANTIZED, Kind.MIDDLE}
+        check_decode(implementation, both, 3, seed=41)
+        check_prefill(
+            implementation, make_both(42, (5,), (9,), low=0.4, middle_name=middle_name), 6, window=4
+        )
 
     def test_one_kv_head_serves_more_query_heads_than_a_fused_kernel_takes(
         self, implementation: PagedAttention

@@ -192,6 +192,87 @@ def test_memory_is_not_reused_before_the_slowest_reader_acknowledges() -> None:
     assert child.version > 0
 
 
+def test_what_a_sharer_still_reads_after_an_owner_died_is_not_given_up_as_made_ahead() -> None:
+    """One session has adopted the low-bit replica of a page, the other still reads the exact one."""
+    w = world(hbm_frames=10, host_frames=100)
+    session = opened(w)
+    append(w, session, 7)
+    w.fork(session)
+    child = next(s for s in w.sessions.values() if s is not session)
+    while Kind.QUANTIZED not in kinds(child):
+        w.reserve(session, 2)
+        while w.moves:
+            w.finish_move(min(w.moves))
+        w.adopt_plans(child, acknowledge=False)
+    assert Kind.QUANTIZED not in kinds(session)
+    w.restart_owner()
+    w.ask(events.Pinned, "a", session.id, 0, session.length, "exact")
+    other = opened(w)
+    for _ in range(40):  # the child adopts nothing meanwhile; every event is followed by `check_reads`
+        w.reserve(other, 1)
+        w.write(other, [Run(Region.USER, 4)], 0)
+        w.adopt_plans(other, acknowledge=True)
+        for number in list(w.moves):
+            w.finish_move(number)
+    assert Kind.QUANTIZED in kinds(child)
+
+
+def test_two_forks_of_one_open_page_are_both_answered() -> None:
+    """Two copies of the page run at once; the end of the first does not forget the second."""
+    w = world(hbm_frames=8, host_frames=50)
+    session = opened(w)
+    reserve(w, session)
+    w.write(session, [Run(Region.USER, 3)], 0)
+    w.fork(session)
+    w.fork(session)
+    assert len(w.moves) == 2
+    w.settle()
+    assert len(w.sessions) == 3 and [s.length for s in w.sessions.values()] == [3, 3, 3]
+
+
+def test_a_page_that_a_fork_is_being_copied_from_is_not_dropped() -> None:
+    """The copy may wait in the mover's queue for long; the page's frame must not be another page's by then."""
+    w = world(hbm_frames=4, host_frames=0)
+    session = opened(w, ladder="drop")
+    reserve(w, session)
+    w.write(session, [Run(Region.SCRATCHPAD, 3)], 0)
+    w.fork(session)
+    (copy,) = w.moves
+    w.write(
+        session, [Run(Region.SCRATCHPAD, 1)], 0
+    )  # sealed, and the first to go, but it is still being read
+    for _ in range(8):
+        if isinstance(w.reserve(session, 1), Reserved):
+            w.write(session, [Run(Region.SYSTEM, 4)], 0)
+        w.adopt_plans(session, acknowledge=True)
+    assert kinds(session)[0] == Kind.EXACT and Kind.NONE in kinds(session)[1:]
+    w.finish_move(copy)
+    child = w.sessions[max(w.sessions)]
+    assert [row.stamps for row in child.rows] == [[1, 2, 3]] and kinds(child) == [Kind.EXACT]
+    append(w, session, 1, Region.SYSTEM)
+    assert kinds(session)[0] == Kind.NONE, "it may go when the copy has ended"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_session_that_closes_while_its_pages_are_copied_gives_them_back_when_the_copies_end(
+    fails: bool,
+) -> None:
+    w = world(hbm_frames=8, host_frames=50, backup="on_seal")
+    session = opened(w)
+    append(w, session, 3)
+    assert len(w.moves) == 3
+    w.close(session)
+    numbers = w.brain.snapshot()
+    assert numbers.sessions == 0
+    state = 2 * 64 * 4  # a float32 for each channel of the keys
+    assert (numbers.hbm_used, numbers.host_used) == (3 * FRAME + state, 3 * FRAME), "read and written still"
+    for number in list(w.moves):
+        w.fail_move(number, "io") if fails else w.finish_move(number)
+    numbers = w.brain.snapshot()
+    assert (numbers.hbm_used, numbers.host_used) == (0, 0)
+    assert not w.brain.state.models
+
+
 def test_a_failed_move_keeps_the_page_and_is_counted_by_reason() -> None:
     w = world(hbm_frames=6, host_frames=50)
     session = opened(w)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tierkv.daemon.config import DaemonConfig, check_machine, exact_tokens, load_config, parse_size
+from tierkv.daemon.incarnation import brain_config
 from tierkv.daemon.limits import memory_limits
 from tierkv.daemon.policy.lift import MemDecayLift
 from tierkv.daemon.policy_settings import policy_of
@@ -385,6 +386,36 @@ def test_an_empty_policy_file_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERKV_POLICY_FILE", "")
     config = load_config().config
     assert (config.policy_file, config.policy, config.policy_settings) == (None, "memdecay", {})
+
+
+# The middle form -------------------------------------------------------------------------------------------------
+
+
+def test_there_is_no_middle_form_unless_it_is_set(file: Path) -> None:
+    assert load_config().config.middle == ""
+    file.write_text('middle = "nf4"\nmiddle_below = 0.8\n')
+    given = load_config(file=file).config
+    assert (given.middle, given.middle_below) == ("nf4", 0.8)
+    brain = brain_config(given, 1 << 20, 1 << 20, 1)
+    assert (brain.middle, brain.middle_below) == ("nf4", 0.8)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"middle": "k3v2"}, "middle = 'k3v2'.*is not one of kivi2, int8, nf4, nor empty for none"),
+        ({"middle": "nf5"}, "did you mean 'nf4'"),
+        (
+            {"middle": "nf4", "backup": "never"},
+            "middle = 'nf4' with backup = \"never\": a page becomes low-bit from",
+        ),
+        ({"middle": "nf4", "host": 0}, "middle = 'nf4' with host = 0"),
+        ({"middle_below": 0.5}, "middle_below = 0.5 without a middle form"),
+    ],
+)
+def test_a_middle_form_that_cannot_be_is_refused(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(given)
 
 
 # Layers ----------------------------------------------------------------------------------------------------------

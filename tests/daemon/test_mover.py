@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize
+from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize, Summarize
 from tierkv.daemon.mover import Mover
 from tierkv.daemon.pools import HbmPool, HostPool
 from tierkv.geometry import Geometry
+from tierkv.pool import checksum
+from tierkv.prefetch.digests import digest_shape
+from tierkv.prefetch.digests import write as write_digest
+from tierkv.quant import get
 from tierkv.quant.contract import Bytes, Codec, Floats, NonFiniteValues
+from tierkv.table import Kind
 
 GEOMETRY = Geometry(1, 1, 8, "float32", 4)
 PAGE = GEOMETRY.page_bytes  # 256
@@ -176,6 +181,48 @@ def test_one_of_so_many_pages_is_compared_with_what_its_low_bit_form_says(
     mover.stop()
     errors = {d.move: d.errors for d in done if isinstance(d, MoveDone) and d.errors}
     assert errors == dict.fromkeys(measured, (0.25, 1.0))
+
+
+def test_a_page_takes_the_middle_form_by_the_middle_codec(tmp_path: Path) -> None:
+    """Without a state, and not measured: that is what the low-bit form loses."""
+    hbm, host, middle = HbmPool.create(SIZE), HostPool(tmp_path, SIZE), get("nf4")
+    results: queue.Queue[MoveDone | MoveFailed] = queue.Queue()
+    moves: list[tuple[str, str, int]] = []
+    mover = Mover(
+        {"hbm": hbm, "host": host}, Signs(), results.put, lambda src, dst, _, size: moves.append((src, dst, size)),
+        measure_every=1, middle=middle,
+    )  # fmt: skip
+    page = np.linspace(-1, 1, GEOMETRY.values, dtype=np.float32).view(np.uint8)
+    hbm.write(0, page)
+    mover.start()
+    mover.submit(Quantize(1, GEOMETRY, -1, 4, "hbm", 0, 0, "hbm", 4096, 1, Kind.MIDDLE))
+    done = results.get(timeout=60)
+    mover.stop()
+    assert done == MoveDone(1)
+    size = middle.page_bytes(GEOMETRY)
+    assert moves == [("hbm", "middle", size)]
+    expected = middle.reference_encode(GEOMETRY, page, 4, np.zeros(0, np.float32))
+    np.testing.assert_array_equal(hbm.read(4096, size), expected)
+
+
+def test_a_digest_of_a_page_that_left_in_the_middle_form_is_that_of_its_numbers(tmp_path: Path) -> None:
+    hbm, host, middle = HbmPool.create(SIZE), HostPool(tmp_path, SIZE), get("nf4")
+    results: queue.Queue[MoveDone | MoveFailed] = queue.Queue()
+    mover = Mover({"hbm": hbm, "host": host}, Signs(), results.put, middle=middle)
+    page = np.linspace(-1, 1, GEOMETRY.values, dtype=np.float32).view(np.uint8)
+    nothing, size = np.zeros(0, np.float32), middle.page_bytes(GEOMETRY)
+    packed = middle.reference_encode(GEOMETRY, page, 4, nothing)
+    host.write(0, packed)
+    mover.start()
+    layers = GEOMETRY.num_layers
+    mover.submit(Summarize(2, GEOMETRY, layers, 4, 0, Kind.MIDDLE, checksum(packed, 1), -1, 8192, 1))
+    assert results.get(timeout=60) == MoveDone(2)
+    mover.stop()
+    shape = digest_shape(GEOMETRY, layers)
+    expected = np.empty(shape.nbytes, np.uint8)
+    decoded = middle.reference_decode(GEOMETRY, packed[:size], 4, nothing)
+    write_digest(shape, np.ascontiguousarray(decoded).reshape(-1).view(np.uint8), 4, expected)
+    np.testing.assert_array_equal(hbm.read(8192, shape.nbytes), expected)
 
 
 def test_every_failure_is_answered_and_the_thread_goes_on(shell: Shell) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 from tests.daemon.test_brain import FRAME, append, opened, world
 from tests.stateful.world import SMALL, WorkerSession, World
 from tierkv.daemon import events
+from tierkv.daemon.acts import Act
 from tierkv.daemon.allocator import SizeClass, aligned
 from tierkv.daemon.brain import Brain
-from tierkv.daemon.moves import Act
 from tierkv.daemon.pages import Goal
 from tierkv.daemon.state import BrainConfig
 from tierkv.prefetch.digests import digest_shape
@@ -362,7 +362,7 @@ def test_two_moves_that_find_the_same_host_replica_damaged_lose_it_once() -> Non
     state.touch(slot)
     w.feed(events.LeaseRenewed("a"))
     w.settle()
-    assert moves.digest(slot) and moves.promote(slot, Goal.LOWBIT, "recall")
+    assert moves.launch.digest(slot) and moves.promote(slot, Goal.LOWBIT, "recall")
     w.feed(events.LeaseRenewed("a"))  # the orders go out
     both = [number for number, move in moves.flying.items() if move.slot == slot]
     assert len(both) == 2
@@ -414,7 +414,7 @@ def test_a_page_is_not_recalled_while_it_is_compressed() -> None:
     w, session = with_cold_pages(pages=110)
     row = cold(session)[0]
     slot = w.brain.state.pages.index[session.rows[row].page]
-    assert w.brain.moves.compress(slot)
+    assert w.brain.moves.launch.compress(slot)
     assert w.brain.moves.promote(slot, Goal.LOWBIT, "recall")
     assert [move.act for move in w.brain.moves.flying.values() if move.slot == slot] == [Act.COMPRESS]
     w.feed(events.LeaseRenewed("a"))  # the orders go out

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 import tierkv
-from tests.faults.harness import Owner, until
+from tests.faults.harness import Owner, holds_nothing, until
 from tests.faults.pages import SMALL, check, step
 from tierkv.errors import (
     BudgetTooSmall,
@@ -62,7 +62,7 @@ def client(state_dir: Path) -> Iterator[tierkv.Client]:
         until(lambda: counted(watcher) == before, 5.0)
         assert check(client, session, 1).wrong == 0
     with tierkv.connect(state_dir) as watcher:
-        until(lambda: watcher.stats()["hbm_used_bytes"] == watcher.stats()["host_used_bytes"] == 0, 5.0)
+        until(lambda: holds_nothing(watcher), 5.0)
         assert watcher.epoch == 1
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tierkv
-from tests.faults.harness import Owner
+from tests.faults.harness import Owner, holds_nothing
 from tests.tierkv.tiny_models import CACHE, build, expected, greedy, longer, prompt
 from tierkv.model import attach
 from tierkv.recall import RecallMode, RecallOptions
@@ -164,9 +164,7 @@ def test_every_mode_generates_and_leaves_nothing_behind(model: Any, start: Start
     assert session.horizon == session.length == PROMPT + 30 + 19
     assert session.step == 19, "a replayed step counts once"
     cache.close()
-    wait_until(lambda: client.stats()["sessions"] == 0)
-    numbers = client.stats()
-    assert numbers["hbm_used_bytes"] == numbers["host_used_bytes"] == 0
+    wait_until(lambda: holds_nothing(client))
 
 
 @pytest.mark.parametrize("mode", ["direct", "strict"])
@@ -180,7 +178,7 @@ def test_beams_and_padded_rows_recall_their_own_pages(model: Any, start: Start, 
         tokens = greedy(model, inputs, cache, max_new_tokens=6, **options)
         assert tokens.shape == (2, 1906)
         cache.close()
-    wait_until(lambda: client.stats()["sessions"] == 0)
+    wait_until(lambda: holds_nothing(client))
 
 
 def test_a_scout_leaves_no_trace(model: Any, start: Start) -> None:

@@ -10,7 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tierkv import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -88,3 +91,11 @@ def until(condition: Callable[[], bool], seconds: float) -> float:
         assert time.monotonic() - start < seconds, f"it did not come true within {seconds} s"
         time.sleep(0.01)
     return time.monotonic() - start
+
+
+def holds_nothing(client: Client) -> bool:
+    """The daemon has neither a session nor a byte in use. A page whose session has closed is held until the copies end
+    that read or write it, so this comes true a moment after the last session has gone.
+    """
+    numbers = client.stats()
+    return numbers["sessions"] == numbers["hbm_used_bytes"] == numbers["host_used_bytes"] == 0

@@ -33,13 +33,15 @@ class BrainMachine(RuleBasedStateMachine):
         backup=st.sampled_from(["on_seal", "on_demote", "never"]),
         straddle=st.booleans(),
         codec=st.sampled_from(["k3v2"]),
+        middle=st.sampled_from(["", "int8", "nf4"]),
+        watermark=st.sampled_from([0.05, 0.3]),
         drop_below=st.sampled_from([0.0, 2.0]),
         digest_share=st.sampled_from([0.0, 0.2, 0.5]),
     )
     def start(
         self, hbm_frames: int, host_frames: int, demotion: Literal["pressure", "eager"],
         backup: Literal["on_seal", "on_demote", "never"], straddle: bool, codec: str, drop_below: float,
-        digest_share: float,
+        digest_share: float, middle: str, watermark: float,
     ) -> None:  # fmt: skip
         self.drop_below = drop_below
         self.world = World(
@@ -47,6 +49,9 @@ class BrainMachine(RuleBasedStateMachine):
                 hbm_bytes=hbm_frames * FRAME + 1024,
                 host_bytes=host_frames * FRAME,
                 codec=codec,
+                middle=middle,
+                low_watermark=watermark,
+                high_watermark=2 * watermark,
                 page_tokens=4,
                 straddle=straddle,
                 demotion=demotion,

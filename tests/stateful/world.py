@@ -18,7 +18,6 @@ from tierkv.daemon.events import Answer, Copy, FitCodec, Instruction, Quantize, 
 from tierkv.daemon.state import BrainConfig
 from tierkv.geometry import Geometry
 from tierkv.protocol import (
-    Failure,
     GeometryFields,
     PageEntry,
     Plan,
@@ -34,6 +33,8 @@ from tierkv.table import Kind, lay_out, pages_needed
 
 SMALL = Geometry(num_layers=2, num_kv_heads=1, head_dim=64, dtype="float32", page_tokens=4)
 LARGE = Geometry(num_layers=3, num_kv_heads=2, head_dim=64, dtype="float32", page_tokens=4)
+
+FORM = {Kind.EXACT: "exact", Kind.MIDDLE: "middle", Kind.QUANTIZED: "low"}
 
 
 @dataclass
@@ -81,7 +82,7 @@ class World:
         self.sessions: dict[int, WorkerSession] = {}
         self.clients: set[str] = set()
         self.answers: dict[int, Result] = {}
-        self.pending_forks: dict[int, WorkerSession] = {}
+        self._forking: dict[int, WorkerSession] = {}
         self._requests = itertools.count(1)
         self._stamps = itertools.count(1)
         self.writes_poison = False
@@ -99,7 +100,10 @@ class World:
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Answer):
             assert instruction.request not in self.answers, "a request was answered twice"
-            self.answers[instruction.request] = instruction.result
+            if (child := self._forking.pop(instruction.request, None)) is not None:
+                self._forked(child, instruction.result)
+            else:
+                self.answers[instruction.request] = instruction.result
         elif isinstance(instruction, events.Adopted):
             assert instruction.lost == (), "an adoption lost pages that every worker still holds"
         elif isinstance(instruction, SendPlan):
@@ -122,16 +126,15 @@ class World:
         move = self.moves.pop(number)
         if isinstance(move, Summarize):
             form, stamps = self.memory["host"][move.src]
-            assert form == ("exact" if move.src_kind == Kind.EXACT else "low")
+            assert form == FORM[move.src_kind]
             self.memory["hbm"][move.dst] = ("digest", stamps[: move.count])
         elif not isinstance(move, FitCodec):
             form, stamps = self.memory[move.src_pool][move.src]
             if isinstance(move, Quantize):
-                assert form == "exact", "a low-bit page was encoded again"
-                stamps, form = stamps[: move.count], "low"
+                assert form == "exact", "a packed page was encoded again"
+                stamps, form = stamps[: move.count], FORM[move.form]
             self.memory[move.dst_pool][move.dst] = (form, list(stamps))
         self.feed(events.MoveDone(number, checksum=number))
-        self._settle_forks()
 
     def _refuses(self, move: Copy | Quantize | Summarize | FitCodec) -> bool:
         """What the mover says to pages with poison: no to encode one, no to fit from nothing else."""
@@ -147,17 +150,6 @@ class World:
     def fail_move(self, number: int, reason: str) -> None:
         self.moves.pop(number)
         self.feed(events.MoveFailed(number, reason))
-        self._settle_forks()
-
-    def _settle_forks(self) -> None:
-        for request, child in list(self.pending_forks.items()):
-            result = self.answers.pop(request, None)
-            if isinstance(result, Table):
-                self._receive_table(child, result.table, child.rows)
-                self.sessions[child.id] = child
-                del self.pending_forks[request]
-            elif isinstance(result, Failure):
-                del self.pending_forks[request]
 
     # Workers -------------------------------------------------------------------------------------------------
 
@@ -247,14 +239,17 @@ class World:
         self.feed(events.Acked(session.client, session.id, session.version))
 
     def fork(self, session: WorkerSession) -> None:
-        result = self.ask(events.Forked, session.client, session.id)
+        """The child is there from the answer on: a plan may follow that at once."""
         child = WorkerSession(0, session.client, session.model_id, session.geometry, session.options)
         child.rows, child.step = [Row(**vars(row)) for row in session.rows], session.step
+        request = next(self._requests)
+        self._forking[request] = child
+        self.feed(events.Forked(request, session.client, session.id))
+
+    def _forked(self, child: WorkerSession, result: Result) -> None:
         if isinstance(result, Table):
             self._receive_table(child, result.table, child.rows)
             self.sessions[child.id] = child
-        elif result is None:
-            self.pending_forks[self._last_request] = child
 
     def adopt_plans(self, session: WorkerSession, acknowledge: bool) -> None:
         for plan in session.plans:
@@ -286,7 +281,7 @@ class World:
     def kill(self, client: str) -> None:
         self.clients.discard(client)
         self.sessions = {s.id: s for s in self.sessions.values() if s.client != client}
-        self.pending_forks = {r: s for r, s in self.pending_forks.items() if s.client != client}
+        self._forking = {r: s for r, s in self._forking.items() if s.client != client}
         self.feed(events.WorkerDied(client))
 
     def restart_owner(self) -> None:
@@ -295,7 +290,7 @@ class World:
         self.brain = Brain(self.config, validate=True)
         self.moves.clear()
         self.answers.clear()
-        self.pending_forks.clear()
+        self._forking.clear()
         for client in sorted(self.clients):
             own = [s for s in self.sessions.values() if s.client == client]
             for session in own:
@@ -337,11 +332,11 @@ class World:
             for row in session.rows:
                 if row.kind != Kind.NONE:
                     form, stamps = self.memory["hbm"][row.offset]
-                    assert form == ("exact" if row.kind == Kind.EXACT else "low")
+                    assert form == FORM[row.kind]
                     assert stamps[: len(row.stamps)] == row.stamps, "a worker reads foreign bytes in HBM"
                 if row.host_kind != Kind.NONE:
                     form, stamps = self.memory["host"][row.host_offset]
-                    assert form == ("exact" if row.host_kind == Kind.EXACT else "low")
+                    assert form == FORM[row.host_kind]
                     assert stamps[: len(row.stamps)] == row.stamps, "a worker reads foreign bytes in host"
                 if row.kind == Kind.NONE and row.digest != -1:
                     form, stamps = self.memory["hbm"][row.digest]

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tierkv
-from tests.faults.harness import Owner, until
+from tests.faults.harness import Owner, holds_nothing, until
 from tierkv.regions import Region
 from tierkv.study.arms import ARMS, EpisodeResult, Worker, run_episode
 from tierkv.study.episodes import PROBED, Block, Episode, Probe
@@ -59,8 +59,7 @@ def runs(model) -> dict[int, dict[str, EpisodeResult]]:
             with tierkv.connect(folder, reserve_ahead=0) as client:
                 worker = Worker(model, Letters(), client, pool)
                 found[pool] = {arm: run_episode(worker, episode(), arm) for arm in ARMS}
-                until(lambda client=client: client.stats()["hbm_used_bytes"] == 0, 5.0)
-                assert client.stats()["sessions"] == client.stats()["host_used_bytes"] == 0
+                until(lambda client=client: holds_nothing(client), 5.0)
         finally:
             owner.kill()
             shutil.rmtree(folder)

@@ -19,7 +19,7 @@ def brain(config: ServiceConfig) -> Brain:
     return Brain(
         BrainConfig(
             config.hbm_bytes, config.host_bytes, config.epoch, config.codec,
-            page_tokens=config.page_tokens, straddle=config.straddle,
+            middle=config.middle, page_tokens=config.page_tokens, straddle=config.straddle,
         ),
         validate=True,
     )  # fmt: skip
@@ -32,7 +32,9 @@ class World:
         self.folder = folder
         self.open: list[Service | Client] = []
 
-    def service(self, hbm: int = 64, host: int = 200, straddle: bool = False, codec: str = "k3v2") -> Service:
+    def service(
+        self, hbm: int = 64, host: int = 200, straddle: bool = False, codec: str = "k3v2", middle: str = ""
+    ) -> Service:
         config = ServiceConfig(
             self.folder,
             hbm * PAGE,
@@ -42,6 +44,7 @@ class World:
             straddle=straddle,
             heartbeat_seconds=0.5,
             measure_every=1,
+            middle=middle,
         )
         service = Service(config, brain)
         service.start()

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 import tierkv
-from tests.faults.harness import Owner, until
+from tests.faults.harness import Owner, holds_nothing, until
 from tests.tierkv.tiny_models import CACHE, expected, greedy, longer, prompt
 from tests.tierkv.ways import WAYS, Way, attached, generate, plain, sampled, wanted
 from tierkv.errors import CapacityError
@@ -55,12 +55,6 @@ def cache_of(client: tierkv.Client, name: str, rows: int = 1, **options: Any) ->
     return TieredCache(
         [attached(name).open(client, "float32", ladder="exact") for _ in range(rows)], **options
     )
-
-
-def holds_nothing(client: tierkv.Client) -> bool:
-    numbers = client.stats()
-    kinds = ("sessions", "tokens", "blank_pages", "pages_hbm", "pages_quantized", "pages_host", "bytes_hbm")
-    return not any(numbers[kind] for kind in kinds)
 
 
 @pytest.mark.parametrize(("way", "name"), CHOSEN, ids=lambda value: getattr(value, "name", value))

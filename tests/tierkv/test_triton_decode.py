@@ -186,6 +186,12 @@ def test_a_plan_has_each_page_once_exact_ones_first_and_no_more_programs_than_ar
     )  # a remainder for each row and form
 
 
+def test_a_page_of_a_middle_form_is_refused() -> None:
+    pages = make_case(4, row_pages=(3,)).pages
+    with pytest.raises(ConfigError, match="middle form"):
+        plan_pages(pages._replace(kinds=np.full(3, Kind.MIDDLE, np.int8)), 1, "cpu")
+
+
 def test_a_query_that_does_not_fit_is_a_config_error() -> None:
     case = make_case(0, kv_heads=2, row_pages=(1,))
     codec = RotatedPages(case.view.geometry, case.view.codec_state, DEVICE)

@@ -135,7 +135,8 @@ def read(
         else scratch.floats("logits", len(choice.pages), q_heads, geometry.page_tokens)
     )
     read_in_place(
-        query, view.words, view.packed, view.is_bfloat16, view.code, view.state, view.layer, view.num_layers,
+        query, view.words, view.packed, view.is_bfloat16, view.code, view.state, view.middle,
+        view.layer, view.num_layers,
         geometry.num_kv_heads, np.float32(scale),
         units.offsets, units.kinds, units.counts, choice.starts, *arrays, NO_PAGES, logits,
         scratch.floats("part", group, dim), scratch.floats("part_log", group), out, log_sum_exp,

@@ -13,7 +13,8 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
-from tierkv.attention.decode_kernels import EXACT, FUSED_GROUP, attend_segment, merge_segments
+from tierkv.attention.decode_kernels import EXACT, FUSED_GROUP, MIDDLE, attend_segment, merge_segments
+from tierkv.attention.layer_view import Middle
 from tierkv.attention.online_softmax import (
     MINUS_INFINITY,
     ONE,
@@ -36,7 +37,7 @@ Flags = NDArray[np.bool_]
 def read_lane(
     lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
@@ -54,7 +55,7 @@ def read_lane(
         last = min(int(pair_starts[pair + 1]), stop)
         i = pair + lane
         attend_segment(
-            query[row, head * group : (head + 1) * group], words, packed, is_bfloat16, code, state,
+            query[row, head * group : (head + 1) * group], words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, head, scale, offsets, kinds, counts, unit, last,
             blocks[lane], weights[lane], low_query[lane], low_bias[lane],
             tops[i], totals[i], exact_sums[i], low_sums[i], has_low[i : i + 1], none, none, logits,
@@ -79,7 +80,7 @@ def join(out: Floats, log_sum_exp: Floats, part: Floats, part_log: Floats) -> No
 @kernel(parallel=True)
 def read_in_place(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
@@ -94,7 +95,8 @@ def read_in_place(
     piece = max(1, (int(pair_starts[pairs]) + lanes - 1) // lanes)
     for lane in prange(lanes):
         read_lane(
-            np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, scale,
+            np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
+            layer, num_layers, kv_heads, scale,
             offsets, kinds, counts, pair_starts, blocks, weights, low_query, low_bias,
             tops, totals, exact_sums, low_sums, has_low, none, logits,
         )  # fmt: skip
@@ -135,13 +137,14 @@ def add_read_mass(
 def audit_lane(
     lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     block: Floats, weights: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
 ) -> None:  # fmt: skip
     """`page_logs` of the pages `[lane * piece, (lane + 1) * piece)`, KV head by KV head."""
     group, dim = query.shape[1] // kv_heads, query.shape[2]
     page_tokens = weights.shape[1]
+    no_bias = np.zeros(group, np.float32)
     for head in range(kv_heads):
         keys_at = (layer * 2 * kv_heads + head) * page_tokens * dim
         row, ready = 0, -1
@@ -154,6 +157,13 @@ def audit_lane(
                 start = offsets[page] // words.itemsize + keys_at
                 widen_into(words[start : start + count * dim], is_bfloat16, block)
                 exact_logits(asked, block, count, weights)
+            elif kinds[page] == MIDDLE:
+                for g in range(0, group, FUSED_GROUP):
+                    end = min(group, g + FUSED_GROUP)
+                    page_logits(
+                        middle.code, middle.data[offsets[page] :], middle.layer, head, middle.num_layers, kv_heads,
+                        page_tokens, dim, count, state, asked[g:end], no_bias[g:end], weights[g:end],
+                    )  # fmt: skip
             else:
                 for g in range(0, group, FUSED_GROUP):
                     end = min(group, g + FUSED_GROUP)
@@ -204,7 +214,7 @@ def audit_row(
 @kernel(parallel=True)
 def audit_pages(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
     hbm_log: Floats, attended_log: Floats, true: Floats, attended: Floats,
@@ -219,7 +229,8 @@ def audit_pages(
     piece = (offsets.shape[0] + lanes - 1) // lanes
     for lane in prange(lanes):
         audit_lane(
-            np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, scale,
+            np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
+            layer, num_layers, kv_heads, scale,
             offsets, kinds, counts, row_starts, blocks[lane], weights[lane], low_query[lane], low_bias[lane], page_logs,
         )  # fmt: skip
     for row in range(query.shape[0]):

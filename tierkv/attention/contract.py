@@ -37,7 +37,7 @@ class Pages(NamedTuple):
     """
 
     offsets: NDArray[np.int64]  # [pages] byte offset of the replica in the pool
-    kinds: NDArray[np.int8]  # [pages] table.Kind: EXACT or QUANTIZED
+    kinds: NDArray[np.int8]  # [pages] table.Kind: EXACT, QUANTIZED or MIDDLE
     counts: NDArray[np.int32]  # [pages] tokens to attend, 1..page_tokens
     token_starts: NDArray[np.int64]  # [pages]
     row_starts: NDArray[np.int64]  # [rows + 1]
@@ -52,6 +52,7 @@ class PoolView(NamedTuple):
     codec: Codec
     codec_state: NDArray[np.float32]  # the codec's per-model state (empty until it exists)
     digest_layers: int = 0  # the last so many layers have digests in this pool; 0: none
+    middle: Codec | None = None  # form of MIDDLE pages, `in_model_space`; `None` where there are none
 
 
 class ColdPages(NamedTuple):
@@ -61,7 +62,7 @@ class ColdPages(NamedTuple):
         np.int64
     ]  # [pages] byte offset of the digest in the HBM pool, table.NOWHERE if there is none
     offsets: NDArray[np.int64]  # [pages] byte offset of the replica in the host pool
-    kinds: NDArray[np.int8]  # [pages] table.Kind: EXACT or QUANTIZED
+    kinds: NDArray[np.int8]  # [pages] table.Kind: EXACT, QUANTIZED or MIDDLE
     counts: NDArray[np.int32]  # [pages] tokens, 1..page_tokens
     token_starts: NDArray[np.int64]  # [pages] as in `Pages`, of the same mass arrays
     row_starts: NDArray[np.int64]  # [rows + 1]

@@ -114,7 +114,7 @@ class CpuAttention:
         view = layer_view(pool, layer)
         decode_kernel(
             _floats(query), view.words, view.packed, view.is_bfloat16, view.code, view.state,
-            view.layer, view.num_layers, geometry.num_kv_heads, np.float32(scale),
+            view.middle, view.layer, view.num_layers, geometry.num_kv_heads, np.float32(scale),
             pages.offsets, pages.kinds, pages.counts, pages.row_starts,
             *scratch.arrays, page_tops, page_totals, logits, out, log_sum_exp,
         )  # fmt: skip

@@ -6,12 +6,12 @@ pair is a *segment*: an online softmax over its pages, for all query heads of th
 then merged. Pair `i` and lane `j` meet in segment number `i + j`, which no other pair and lane share.
 
 Weighted values of exact and of low-bit pages are summed apart: the latter stay in the codec's own (rotated) space
-and leave it once, at the end.
+and leave it once, at the end. The middle form has no space of its own, so its pages are summed with the exact ones.
 
 Arrays that several kernels share:
 
     query, out            [rows, q_heads, head_dim]; in segment kernels `[group, head_dim]` of one row and KV head
-    words, packed         the whole pool, as page words (uint16 or uint32) and as bytes
+    words, packed, middle    the whole pool, as page words (uint16 or uint32) and as bytes (`layer_view.LayerView`)
     offsets, kinds, counts, row_starts      the batch's pages (`contract.Pages`)
     blocks                [lanes, page_tokens * head_dim]    scratch: keys or values of the exact page at hand
     weights               [lanes, group, page_tokens]        scratch: logits, then weights, of the page at hand
@@ -31,6 +31,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
+from tierkv.attention.layer_view import Middle
 from tierkv.attention.online_softmax import (
     MINUS_INFINITY,
     ZERO,
@@ -54,6 +55,7 @@ Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
 
 EXACT = int(Kind.EXACT)
+MIDDLE = int(Kind.MIDDLE)
 FUSED_GROUP = 16
 """Query heads that the codecs' fused kernels take at once."""
 
@@ -61,7 +63,7 @@ FUSED_GROUP = 16
 @kernel(inline=True)
 def attend_segment(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, head: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, head: int, scale: np.float32,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], first: int, last: int,
     block: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sum: Floats, low_sum: Floats, has_low: Flags,
@@ -73,6 +75,7 @@ def attend_segment(
     keys_at = (layer * 2 * kv_heads + head) * page_tokens * dim
     values_at = keys_at + kv_heads * page_tokens * dim
     flat_weights = weights.reshape(group * page_tokens)
+    no_bias = np.zeros(group, np.float32)
     low_ready = False
     tops[:] = MINUS_INFINITY
     totals[:] = ZERO
@@ -86,6 +89,13 @@ def attend_segment(
         if exact:
             widen_into(words[start + keys_at : start + keys_at + count * dim], is_bfloat16, block)
             exact_logits(query, block, count, weights)
+        elif kinds[page] == MIDDLE:
+            for g in range(0, group, FUSED_GROUP):
+                end = min(group, g + FUSED_GROUP)
+                page_logits(
+                    middle.code, middle.data[offsets[page] :], middle.layer, head, middle.num_layers, kv_heads,
+                    page_tokens, dim, count, state, query[g:end], no_bias[g:end], weights[g:end],
+                )  # fmt: skip
         else:
             for g in range(0, group, FUSED_GROUP):
                 end = min(group, g + FUSED_GROUP)
@@ -121,6 +131,13 @@ def attend_segment(
         if exact:
             widen_into(words[start + values_at : start + values_at + count * dim], is_bfloat16, block)
             exact_values(weights, block, count, exact_sum)
+        elif kinds[page] == MIDDLE:
+            for g in range(0, group, FUSED_GROUP):
+                end = min(group, g + FUSED_GROUP)
+                page_values(
+                    middle.code, middle.data[offsets[page] :], middle.layer, head, middle.num_layers, kv_heads,
+                    page_tokens, dim, count, state, weights[g:end], exact_sum[g:end],
+                )  # fmt: skip
         else:
             for g in range(0, group, FUSED_GROUP):
                 end = min(group, g + FUSED_GROUP)
@@ -135,7 +152,7 @@ def attend_segment(
 def attend_lane(
     lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
@@ -156,7 +173,7 @@ def attend_lane(
         last = min(row_starts[row + 1], first + stop - unit)
         i = row * kv_heads + head + lane
         attend_segment(
-            query[row, head * group : (head + 1) * group], words, packed, is_bfloat16, code, state,
+            query[row, head * group : (head + 1) * group], words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, head, scale, offsets, kinds, counts, first, last,
             blocks[lane], weights[lane], low_query[lane], low_bias[lane],
             tops[i], totals[i], exact_sums[i], low_sums[i], has_low[i : i + 1], page_tops, page_totals, logits,
@@ -234,7 +251,7 @@ def finish_pair(
 @kernel(parallel=True)
 def decode(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
@@ -248,7 +265,8 @@ def decode(
     piece = max(1, (row_starts[rows] * kv_heads + lanes - 1) // lanes)
     for lane in prange(lanes):
         attend_lane(
-            np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, scale,
+            np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
+            layer, num_layers, kv_heads, scale,
             offsets, kinds, counts, row_starts, blocks, weights, low_query, low_bias,
             tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, logits,
         )  # fmt: skip

@@ -13,6 +13,15 @@ from tierkv.attention.online_softmax import Floats, Words
 WORD = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 
 
+class Middle(NamedTuple):
+    """Pages of the middle form: the pool, and what the fused kernels are told of them."""
+
+    data: NDArray[np.uint8]
+    code: int
+    layer: int
+    num_layers: int
+
+
 class LayerView(NamedTuple):
     """What every kernel that reads pages is given, in this order.
 
@@ -25,6 +34,7 @@ class LayerView(NamedTuple):
     is_bfloat16: bool
     code: int
     state: Floats
+    middle: Middle
     layer: int
     num_layers: int
 
@@ -36,16 +46,18 @@ def words_of(pool: PoolView) -> Words:
 
 
 def layer_view(pool: PoolView, layer: int) -> LayerView:
-    """One layer of the pool's pages, exact and low-bit."""
-    geometry = pool.geometry
+    """One layer of the pool's pages, of every form."""
+    geometry, data = pool.geometry, np.asarray(pool.data)
     block = pool.codec.layer_block(geometry, layer)
+    middle = (pool.middle or pool.codec).layer_block(geometry, layer)
     layer_words = geometry.values // geometry.num_layers
     return LayerView(
         words_of(pool)[(layer - block.layer) * layer_words :],
-        np.asarray(pool.data)[block.start :],
+        data[block.start :],
         geometry.dtype == "bfloat16",
         block.code,
         pool.codec_state[block.state],
+        Middle(data[middle.start :], middle.code, middle.layer, middle.num_layers),
         block.layer,
         block.num_layers,
     )

@@ -6,6 +6,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
+from tierkv.attention.layer_view import Middle
 from tierkv.attention.online_softmax import ONE, ZERO, Floats, Words, widen_into
 from tierkv.numba_setup import kernel
 from tierkv.quant.floats import narrow_bfloat16, narrow_float16
@@ -15,6 +16,7 @@ from tierkv.table import Kind
 Bytes = NDArray[np.uint8]
 
 EXACT = int(Kind.EXACT)
+MIDDLE = int(Kind.MIDDLE)
 FUSED_GROUP = 16
 """Query heads that the codecs' fused kernels take at once."""
 
@@ -74,13 +76,13 @@ def unit_rows(rows: int, columns: int, first: int) -> Floats:
 @kernel(inline=True)
 def read_head(
     words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, head: int, page_tokens: int,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, head: int, page_tokens: int,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], places: NDArray[np.int64],
     first: int, last: int, keys: Floats, values: Floats,
 ) -> None:  # fmt: skip
     """Pages `[first, last)` of one KV head into `keys`, `values` `[tokens, head_dim]`; page `p` goes to `places[p]`.
 
-    A low-bit page is read with the codec's fused kernels: its keys are their products with the unit vectors, its values
+    A packed page is read with the codec's fused kernels: its keys are their products with the unit vectors, its values
     their sums with unit weights.
     """
     dim = keys.shape[1]
@@ -88,6 +90,7 @@ def read_head(
     values_at = keys_at + kv_heads * page_tokens * dim
     unit_query = np.empty((dim, dim), np.float32)
     unit_bias = np.empty(dim, np.float32)
+    no_bias = np.zeros(FUSED_GROUP, np.float32)
     products = np.empty((FUSED_GROUP, page_tokens), np.float32)
     sums = np.empty((FUSED_GROUP, dim), np.float32)
     ready = False
@@ -101,32 +104,38 @@ def read_head(
             widen_into(words[start + keys_at : start + keys_at + count * dim], is_bfloat16, flat_keys)
             widen_into(words[start + values_at : start + values_at + count * dim], is_bfloat16, flat_values)
             continue
-        low = packed[offsets[page] :]
+        is_middle = kinds[page] == MIDDLE
+        low = (middle.data if is_middle else packed)[offsets[page] :]
+        form, at, of = (
+            (middle.code, middle.layer, middle.num_layers) if is_middle else (code, layer, num_layers)
+        )
         for d in range(0, dim, FUSED_GROUP):
             end = min(dim, d + FUSED_GROUP)
-            if not ready:
+            units = unit_rows(end - d, dim, d)
+            if not (ready or is_middle):
                 prepare_query(
-                    code, unit_rows(end - d, dim, d), layer, head, num_layers, kv_heads, page_tokens, dim, state,
+                    code, units, layer, head, num_layers, kv_heads, page_tokens, dim, state,
                     unit_query[d:end], unit_bias[d:end],
                 )  # fmt: skip
             page_logits(
-                code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
-                state, unit_query[d:end], unit_bias[d:end], products,
+                form, low, at, head, of, kv_heads, page_tokens, dim, count, state,
+                units if is_middle else unit_query[d:end], no_bias[: end - d] if is_middle else unit_bias[d:end],
+                products,
             )  # fmt: skip
             for t in range(count):
                 for j in range(end - d):
                     keys[to + t, d + j] = products[j, t]
-        ready = True
+        ready = ready or not is_middle
         for t in range(0, count, FUSED_GROUP):
             end = min(count, t + FUSED_GROUP)
             sums[:] = ZERO
             values[to + t : to + end] = ZERO
             page_values(
-                code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
+                form, low, at, head, of, kv_heads, page_tokens, dim, count,
                 state, unit_rows(end - t, page_tokens, t), sums[: end - t],
             )  # fmt: skip
             finish_values(
-                code, sums[: end - t], layer, head, num_layers, kv_heads, page_tokens, dim, state,
+                form, sums[: end - t], at, head, of, kv_heads, page_tokens, dim, state,
                 values[to + t : to + end],
             )  # fmt: skip
 
@@ -135,7 +144,7 @@ def read_head(
 def read_lane(
     lane: np.int64, piece: int,
     words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, page_tokens: int,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, page_tokens: int,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], places: NDArray[np.int64],
     keys: Floats, values: Floats,
 ) -> None:  # fmt: skip
@@ -144,7 +153,8 @@ def read_lane(
     last = min(offsets.shape[0], first + piece)
     for head in range(kv_heads):
         read_head(
-            words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, head, page_tokens,
+            words, packed, is_bfloat16, code, state, middle,
+            layer, num_layers, kv_heads, head, page_tokens,
             offsets, kinds, counts, places, first, last, keys[head], values[head],
         )  # fmt: skip
 
@@ -152,7 +162,7 @@ def read_lane(
 @kernel(parallel=True)
 def read_block(
     words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    layer: int, num_layers: int, kv_heads: int, page_tokens: int,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, page_tokens: int,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], places: NDArray[np.int64],
     lanes: int, keys: Floats, values: Floats,
 ) -> None:  # fmt: skip
@@ -161,6 +171,7 @@ def read_block(
     for lane in prange(lanes):
         # A prange index is unsigned, and a second compilation of everything below it would follow from that.
         read_lane(
-            np.int64(lane), piece, words, packed, is_bfloat16, code, state, layer, num_layers, kv_heads, page_tokens,
+            np.int64(lane), piece, words, packed, is_bfloat16, code, state, middle,
+            layer, num_layers, kv_heads, page_tokens,
             offsets, kinds, counts, places, keys, values,
         )  # fmt: skip

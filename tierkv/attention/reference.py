@@ -179,8 +179,10 @@ def _dense(
             exact = np.asarray(pool.data)[offset : offset + geometry.page_bytes]
             decoded = _as_page(pool, exact.copy())  # a host pool is mapped read-only, which torch warns of
         else:
-            packed = np.asarray(pool.data)[offset : offset + pool.codec.page_bytes(geometry)]
-            decoded = torch.from_numpy(pool.codec.reference_decode(geometry, packed, count, pool.codec_state))
+            codec = pool.middle if pages.kinds[page] == Kind.MIDDLE else pool.codec
+            assert codec is not None
+            packed = np.asarray(pool.data)[offset : offset + codec.page_bytes(geometry)]
+            decoded = torch.from_numpy(codec.reference_decode(geometry, packed, count, pool.codec_state))
         parts.append(decoded[layer, :, :, :count].double())
     keys, values = torch.cat(parts, 2)
     return keys, values

@@ -52,7 +52,13 @@ class DevicePages(NamedTuple):
 
 
 def plan_pages(pages: Pages, kv_heads: int, device: torch.device | str) -> DevicePages:
-    """Sort and cut the pages of a batch; the copies to the device wait for nothing."""
+    """Sort and cut the pages of a batch; the copies to the device wait for nothing.
+
+    Raises:
+        ConfigError: a page is of the middle form, which the device's kernels do not read.
+    """
+    if np.any(pages.kinds == Kind.MIDDLE):
+        raise ConfigError("attention on a device reads no pages of a middle form: leave `middle` out")
     rows = np.repeat(np.arange(len(pages.row_starts) - 1), np.diff(pages.row_starts))
     order = np.lexsort((pages.kinds != Kind.EXACT, rows))
     length = max(LEAST_PAGES, math.ceil(len(order) * kv_heads / PROGRAMS))
