@@ -61,8 +61,8 @@ def random_state(name: str, geometry: Geometry) -> NDArray[np.float32]:
         matrices: NDArray[np.float64] = (axes * np.logspace(0, -3, dim)) @ axes.swapaxes(-1, -2)
         return matrices.astype(np.float32)
 
-    mean, share = rng.standard_normal((*shape, dim), np.float32), rng.random(shape, np.float32)
-    return codec.fit_moments(geometry, Moments(mean, second(), second(), second(), second(), share))
+    mean = rng.standard_normal((*shape, dim), np.float32)
+    return codec.fit_moments(geometry, Moments(mean, *(second() for _ in Moments._fields[1:])))
 
 
 def on_device(

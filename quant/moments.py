@@ -1,4 +1,5 @@
-"""What a model's keys, values and queries are like: second moments by layer and head, and the file that keeps them.
+"""What a model's keys, values and queries are like, and what errors of them cost: second moments by layer and head, and
+the file that keeps them.
 
 `tierkv.calibration.observe` measures them on texts. A codec that takes moments (`Codec.takes_moments`) fits its
 per-model state from them instead of from the first pages of a session.
@@ -27,12 +28,12 @@ from tierkv.geometry import Geometry
 
 Floats = NDArray[np.float32]
 
-VERSION = 1
+VERSION = 2
 """Of the file. A file of another version is not read."""
 
 REDO = "make it anew with tierkv calibrate"
 
-_SQUARE = ("key_covariance", "value_second", "query_second", "value_metric")
+_SQUARE = ("key_covariance", "value_second", "query_second", "value_metric", "key_fisher", "value_fisher")
 _UNEVEN = 1e-4
 """How far a symmetric matrix may differ from its transpose, of its largest entry."""
 
@@ -53,7 +54,9 @@ class Moments(NamedTuple):
         value_second: [L, H, D, D], `E[v v^T]`, not centered.
         query_second: [L, H, D, D], `E[q q^T]` over the queries of the head's group.
         value_metric: [L, H, D, D], what an error `e` of a value costs behind the attention: `e^T metric e`.
-        share: [L, H], mean part of a query's attention that goes to tokens that would be low-bit.
+        key_fisher: [L, H, D, D], Fisher information of all low-bit keys of a cache: independent errors of them, each of
+            second moment `C`, cost `trace(key_fisher C) / 2` nats of KL a generated token, to second order.
+        value_fisher: [L, H, D, D], the same of values.
     """
 
     key_mean: Floats
@@ -61,7 +64,8 @@ class Moments(NamedTuple):
     value_second: Floats
     query_second: Floats
     value_metric: Floats
-    share: Floats
+    key_fisher: Floats
+    value_fisher: Floats
 
 
 class About(msgspec.Struct, frozen=True):
@@ -100,9 +104,7 @@ def check(moments: Moments) -> tuple[int, int, int]:
         raise ConfigError(f"key_mean has the shape {moments.key_mean.shape}; it must be [layers, heads, dim]")
     layers, heads, dim = moments.key_mean.shape
     for name, values in moments._asdict().items():
-        wanted = {"key_mean": (layers, heads, dim), "share": (layers, heads)}.get(
-            name, (layers, heads, dim, dim)
-        )
+        wanted = (layers, heads, dim) if name == "key_mean" else (layers, heads, dim, dim)
         if values.shape != wanted or values.dtype != np.float32:
             raise ConfigError(
                 f"{name} is {values.dtype} of shape {values.shape}; it must be float32 of shape {wanted}"
@@ -117,11 +119,10 @@ def check(moments: Moments) -> tuple[int, int, int]:
 
 
 def standard(geometry: Geometry) -> Moments:
-    """Of independent standard normal keys, values and queries, to which all attention goes."""
+    """Of independent standard normal keys, values and queries, whose errors all cost the same."""
     shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
     unit = np.broadcast_to(np.eye(geometry.head_dim, dtype=np.float32), (*shape, geometry.head_dim))
-    ones = np.ones(shape[:2], np.float32)
-    return Moments(np.zeros(shape, np.float32), unit.copy(), unit.copy(), unit.copy(), unit.copy(), ones)
+    return Moments(np.zeros(shape, np.float32), *(unit.copy() for _ in _SQUARE))
 
 
 def save(path: Path, moments: Moments, about: About) -> None:

@@ -103,8 +103,7 @@ def observe_model(model: PreTrainedModel, texts: list[Named]) -> tuple[Moments, 
     seconds, plural = time.perf_counter() - begun, "s" if len(texts) > 1 else ""
     print(
         f"{about.model_id}: {about.layers} layers, {about.kv_heads} KV heads of {about.head_dim}, {about.dtype}\n"
-        f"{len(texts)} text{plural}, {tokens:,} tokens in {seconds:.0f} s; "
-        f"tokens that would be low-bit get {moments.share.mean():.0%} of attention"
+        f"{len(texts)} text{plural}, {tokens:,} tokens in {seconds:.0f} s"
     )
     return moments, about
 

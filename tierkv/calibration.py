@@ -1,11 +1,15 @@
 """What a transformers model does with its K/V, observed on texts: the moments that a codec's state is fitted from.
 
-A token of a text is *far* from a query when it is none of the first `sinks` tokens and at least `recent` tokens back:
-such tokens are low-bit in a long session. What counts is what queries get from them:
+A text is a context, which is read, and the tokens that are then generated: the last `FORCED`, or half of what a short
+text has beyond its exact tokens (`context_tokens`). Generating them tells what errors of the context's K/V would cost
+(`fisher.py`): of those tokens that are far from all of the generated ones.
+
+A token of a context is *far* from a query when it is none of the first `sinks` and at least `recent` tokens back: such
+tokens are low-bit in a long session. What counts is what queries get from them:
 
 - A query weighs as much as the attention that it gives to far tokens (so a head that looks only nearby has no say).
 - A token weighs as much as the attention that far queries give to it, one half, and as all others, the other half (so
-  that no token is coded carelessly that another text would need). A text's weights add up to 1, and so texts count
+  that no token is coded carelessly that another text would need). A context's weights add up to 1, and so texts count
   the same, long or short.
 """
 
@@ -22,11 +26,14 @@ from transformers import PreTrainedModel
 
 from tierkv import model_support
 from tierkv.errors import ConfigError
+from tierkv.fisher import Fisher, information
 from tierkv.quant.moments import Moments, check
 from tierkv.study.own_attention import take_over
+from tierkv.study.probe import cache_argument, dynamic_cache
 
 SINKS = 16
 RECENT = 80
+FORCED = 128
 
 UNIFORM = 0.5
 """Part of a token's weight that does not depend on attention."""
@@ -81,7 +88,12 @@ class _Sums:
         self.weight += heard.weight.sum((1, 2))
 
 
-@torch.inference_mode()
+def context_tokens(tokens: int, sinks: int = SINKS, recent: int = RECENT) -> int:
+    """How many tokens of a text are its context."""
+    return tokens - min(FORCED, (tokens - sinks - recent) // 2)
+
+
+@torch.no_grad()
 def observe(
     model: PreTrainedModel,
     texts: Sequence[Sequence[int]],
@@ -89,7 +101,8 @@ def observe(
     recent: int = RECENT,
     told: Callable[[int], None] | None = None,
 ) -> Moments:
-    """Run the model over each text (token ids) once. Its attention is afterwards what it was before.
+    """Run the model over each text (token ids) once, and `fisher.SAMPLES` times back over its generated tokens. The
+    model is afterwards what it was before.
 
     Layers with a sliding window, which have no pages, are left out.
 
@@ -98,16 +111,17 @@ def observe(
 
     Raises:
         UnsupportedModel: tierkv cannot serve this model.
-        ConfigError: there is no text, or one has no token that is far from any.
+        ConfigError: there is no text, one has no token that is far from any, or gradients are not finite.
     """
     model_support.check_supported(model)
     own, shape = model_support.own_layers(model), model_support.geometry(model)
     if not texts:
         raise ConfigError("there is no text to observe the model on; name at least one")
+    least = sinks + recent + 2  # one that is far, one that is generated
     for number, text in enumerate(texts, 1):
-        if len(text) <= sinks + recent:
+        if len(text) < least:
             raise ConfigError(
-                f"text {number} has {len(text)} tokens; a calibration needs more than {sinks + recent} of each"
+                f"text {number} has {len(text)} tokens; a calibration needs at least {least} of each"
             )
     sums = {
         layer: _Sums.empty(shape.num_kv_heads, shape.head_dim, model.device)
@@ -118,9 +132,9 @@ def observe(
     def attend(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
-        if layer not in sums:
-            return None
         heads, tokens, dim = key.shape[1:]
+        if layer not in sums or query.shape[2] < tokens:  # fewer queries: tokens are generated
+            return None
         q, k, v = query.float().reshape(heads, -1, tokens, dim), key[0].float(), value[0].float()
         heard = listen(q, k, v, scale, sinks, recent)
         sums[layer].add(q, k, v, heard, sinks)
@@ -128,15 +142,20 @@ def observe(
 
     before = model.config._attn_implementation
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    found = []
     take_over(model, _IMPLEMENTATION, attend)
     try:
         for number, text in enumerate(texts):
             if told is not None:
                 told(number)
-            model(input_ids=torch.tensor([list(text)], device=model.device), use_cache=False, **keep)
+            cache, context = dynamic_cache(model), context_tokens(len(text), sinks, recent)
+            read = torch.tensor([list(text[:context])], device=model.device)
+            model(input_ids=read, **{cache_argument(model): cache}, **keep)
+            far = slice(sinks, context - recent)
+            found.append(information(model, cache, list(sums), text[context:], far))
     finally:
         model.set_attn_implementation(before)
-    return _moments(model, sums, texts)
+    return _moments(model, sums, found)
 
 
 def listen(
@@ -199,18 +218,13 @@ def _output_weight(model: PreTrainedModel, layer: int) -> torch.Tensor | None:
     return None
 
 
-def _moments(model: PreTrainedModel, sums: dict[int, _Sums], texts: Sequence[Sequence[int]]) -> Moments:
-    layers = list(sums.values())
-    keys = torch.stack([one.keys for one in layers]) / len(texts)
-    squares = torch.stack([one.key_squares for one in layers]) / len(texts)
-    values = torch.stack([one.value_squares for one in layers]) / len(texts)
+def _moments(model: PreTrainedModel, sums: dict[int, _Sums], found: Sequence[Fisher]) -> Moments:
+    layers, texts = list(sums.values()), len(found)
+    keys = torch.stack([one.keys for one in layers]) / texts
+    squares = torch.stack([one.key_squares for one in layers]) / texts
+    values = torch.stack([one.value_squares for one in layers]) / texts
     weight = torch.stack([one.weight for one in layers])
     asked = torch.stack([one.query_squares for one in layers])
-    queries = asked / weight.clamp(min=torch.finfo(torch.float32).tiny)[..., None, None]
-    metric = torch.stack([value_metric(model, layer) for layer in sums])
-    config = model.config.get_text_config(decoder=True)
-    group = config.num_attention_heads // keys.shape[1]
-    share = weight / (group * sum(map(len, texts)))
     moments = Moments(
         *(
             (one if one.shape[-1] != one.shape[-2] else (one + one.mT) / 2).float().cpu().numpy()
@@ -218,9 +232,10 @@ def _moments(model: PreTrainedModel, sums: dict[int, _Sums], texts: Sequence[Seq
                 keys,
                 squares - keys[..., :, None] * keys[..., None, :],
                 values,
-                queries,
-                metric,
-                share,
+                asked / weight.clamp(min=torch.finfo(torch.float32).tiny)[..., None, None],
+                torch.stack([value_metric(model, layer) for layer in sums]),
+                torch.stack([one.keys for one in found]).mean(0),
+                torch.stack([one.values for one in found]).mean(0),
             )
         )
     )

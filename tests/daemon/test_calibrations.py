@@ -35,17 +35,17 @@ class FromMoments(K3V2):
     takes_moments: ClassVar[bool] = True
 
     def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
-        if moments.share[0, 0] < 0:
-            raise ConfigError("a share below 0")
-        return np.full(self.state_floats(geometry), moments.share[0, 0], np.float32)
+        if moments.key_mean[0, 0, 0] < 0:
+            raise ConfigError("a mean below 0")
+        return np.full(self.state_floats(geometry), moments.key_mean[0, 0, 0], np.float32)
 
 
 def write(
-    file: Path, share: float, model: str = MODEL, geometry: Geometry = GEOMETRY, at: float = 1e9
+    file: Path, mean: float, model: str = MODEL, geometry: Geometry = GEOMETRY, at: float = 1e9
 ) -> Path:
-    """A calibration whose share marks it, as of a time."""
+    """A calibration whose mean key marks it, as of a time."""
     moments = standard(geometry)
-    moments.share[:] = share
+    moments.key_mean[:] = mean
     shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
     save(file, moments, About(model, *shape, "float32", ("a text",), 100))
     os.utime(file, (at, at))
@@ -53,7 +53,7 @@ def write(
 
 
 def fitted(place: Path | None, model: str = MODEL, geometry: Geometry = GEOMETRY) -> tuple[float | None, str]:
-    """The share by which the calibration is known, and what is told of the model."""
+    """The mean key by which the calibration is known, and what is told of the model."""
     found = Calibrations(place)
     state = found.fit(FromMoments(), model, geometry)
     return None if state is None else float(state[0]), found.fits[model]
@@ -70,8 +70,8 @@ def test_the_models_own_file_is_found_in_a_folder(tmp_path: Path) -> None:
 def test_the_latest_of_several_counts_and_one_written_meanwhile_is_found(tmp_path: Path) -> None:
     found = Calibrations(tmp_path / "calibrations")  # a folder that is not there yet
     assert found.fit(FromMoments(), MODEL, GEOMETRY) is None
-    for name, share, at in (("b.npz", 0.75, 2e9), ("a.npz", 0.5, 1e9)):
-        write(tmp_path / "calibrations" / name, share, at=at)
+    for name, mean, at in (("b.npz", 0.75, 2e9), ("a.npz", 0.5, 1e9)):
+        write(tmp_path / "calibrations" / name, mean, at=at)
     state = found.fit(FromMoments(), MODEL, GEOMETRY)
     assert state is not None and state[0] == 0.75
     assert found.fits == {MODEL: f"calibrated ({tmp_path / 'calibrations' / 'b.npz'})"}

@@ -40,7 +40,7 @@ def example_state(codec: Codec, geometry: Geometry, seed: int = 1) -> NDArray[np
 
 
 def example_moments(geometry: Geometry, seed: int = 1) -> Moments:
-    """Moments of channels whose variances fall by a factor of a thousand, with unlike heads."""
+    """Moments of channels whose variances fall by a factor of a thousand, with unlike layers and heads."""
     rng, dim = np.random.default_rng(seed), geometry.head_dim
     shape = (geometry.num_layers, geometry.num_kv_heads)
 
@@ -49,5 +49,5 @@ def example_moments(geometry: Geometry, seed: int = 1) -> Moments:
         variances = rng.uniform(0.5, 2, (*shape, 1)) * np.logspace(0.5, -2.5, dim)
         return ((axes * variances[..., None, :]) @ axes.swapaxes(-1, -2)).astype(np.float32)
 
-    mean, share = rng.standard_normal((*shape, dim)), rng.uniform(0.1, 0.6, shape)
-    return Moments(mean.astype(np.float32), second(), second(), second(), second(), share.astype(np.float32))
+    mean = rng.standard_normal((*shape, dim))
+    return Moments(mean.astype(np.float32), *(second() for _ in Moments._fields[1:]))

@@ -26,7 +26,7 @@ def random_moments(seed: int = 0) -> Moments:
         return half @ half.swapaxes(-1, -2)
 
     mean = random.standard_normal((2, 3, 4)).astype(np.float32)
-    return Moments(mean, square(), square(), square(), square(), random.random((2, 3)).astype(np.float32))
+    return Moments(mean, *(square() for _ in Moments._fields[1:]))
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_later_calibration_takes_the_place_of_an_earlier_one(tmp_path: Path) -
     path = tmp_path / "a.npz"
     save(path, random_moments(0), ABOUT)
     save(path, random_moments(1), ABOUT)
-    np.testing.assert_array_equal(load(path)[0].share, random_moments(1).share)
+    np.testing.assert_array_equal(load(path)[0].key_fisher, random_moments(1).key_fisher)
 
 
 def test_what_cannot_be_written_leaves_the_earlier_file(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_moments_that_cannot_be_are_refused(tmp_path: Path) -> None:
     infinite[0, 0, 0] = np.inf
     for bad, said in (
         (good._replace(key_mean=good.key_mean[0]), "key_mean has the shape"),
-        (good._replace(share=good.share.T), "share is float32 of shape"),
+        (good._replace(value_fisher=good.value_fisher[:1]), "value_fisher is float32 of shape"),
         (good._replace(key_covariance=good.key_covariance.astype(np.float64)), "key_covariance is float64"),
         (good._replace(key_mean=infinite), "key_mean holds NaN or infinity"),
         (good._replace(value_metric=lopsided), "value_metric is not symmetric"),
