@@ -2,9 +2,10 @@
 
 Each head's keys and values go through a matrix of its own into a space where channels are uncorrelated and sorted by
 what their errors cost (`klt_fit.py`, from moments that `tierkv calibrate` measures). There groups of 16 channels get 0
-to 5 bits each, 2 (or 2.5) on average over a layer's heads. As in the rotated family (`rotated.py`), keys lose the
-head's mean first, and each token has one gain, the least-squares one, in 8 bits. Without moments the matrix is the
-rotated family's and all channels get like bits: klt2 is as good as rotated2 then.
+to 5 bits each, 2 (or 2.5) on average over a page: where an error would change the model's answer most. As in the
+rotated family (`rotated.py`), keys lose the head's mean first, and each token has one gain, the least-squares one, in 8
+bits. Without moments the matrix is the rotated family's and all channels get like bits: klt2 is as good as rotated2
+then.
 
     u = analysis (x - mean)     code = nearest level of u / gain     x' = gain * synthesis levels[code] + mean
 

@@ -51,9 +51,9 @@ def calibrate(
         Path | None, typer.Option(help="The file; by default where the daemon looks for it.")
     ] = None,
 ) -> None:
-    """Observe a model's keys, values and queries, so that a daemon's codec can be fitted to them (klt2).
+    """Observe a model's K/V and what errors of them cost its answers, for a daemon's codec to be fitted to (klt2).
 
-    A minute and a half for SmolLM2-135M on two free cores. A daemon finds the file when it next fits the model.
+    Two and a half minutes for SmolLM2-135M on two free cores. A daemon finds the file when it next fits the model.
     """
     with plain_errors():
         if importlib.util.find_spec("transformers") is None:
