@@ -18,7 +18,9 @@ from tierkv.quant import NAMES, Codec, get
 MIDDLE_NAMES = tuple(name for name in NAMES if get(name).in_model_space and name != "exact")
 """Codecs that may be the middle form."""
 
-WHY_ONLY_THOSE = "attention sums its pages with exact ones, so its codec must pack values as they are, without a state"
+WHY_ONLY_THOSE = (
+    "attention sums its pages with exact ones, so its codec must pack values as they are, without a state"
+)
 
 
 def middle_codec(name: str) -> Codec:
