@@ -165,7 +165,7 @@ class DaemonConfig(BaseSettings):
     layer_codecs: Annotated[dict[str, str], NoDecode, BeforeValidator(parse_layers)] = {}
     """Layers that have a form of their own in a low-bit page, for instance `0=exact,-1=exact` (-1: the last one)."""
     middle: str = ""
-    """A second packed form, between exact and low-bit: int8, nf4 or kivi2; empty for none."""
+    """A second packed form, between exact and low-bit: nf4, int8 (for float32 pages) or kivi2; empty for none."""
     calibration: Annotated[Path | None, BeforeValidator(lambda value: value or None)] = Field(
         default_factory=_default_calibration
     )
@@ -267,11 +267,11 @@ class DaemonConfig(BaseSettings):
     def _known_middle(cls, value: str) -> str:
         if not value:
             return value
-        from tierkv.daemon.middle import MIDDLE_NAMES
+        from tierkv.daemon.middle import MIDDLE_NAMES, WHY_ONLY_THOSE
 
         if value not in MIDDLE_NAMES:
-            names = ", ".join(MIDDLE_NAMES)
-            raise ValueError(f"is not one of {names}, nor empty for none{_suggest(value, MIDDLE_NAMES)}")
+            why = f": {WHY_ONLY_THOSE}" if value in _choices("codec") else _suggest(value, MIDDLE_NAMES)
+            raise ValueError(f"is not one of {', '.join(MIDDLE_NAMES)}, nor empty for none{why}")
         return value
 
     @field_validator("pins")

@@ -1,8 +1,8 @@
 """The middle rung: an optional second packed form between exact and low-bit, attended in place like both.
 
-It is a codec that works in the model's own space and keeps no state (`Codec.in_model_space`), so that attention adds
-its pages to the exact sum. A page takes it only with an exact copy in host memory: its low-bit form is made from that,
-never from the middle one, so losses do not add up.
+Attention has one query and one sum for the space of the low-bit form, and adds pages of the middle form to the sum of
+exact ones: so its codec packs values as they are (`Codec.in_model_space`). A page takes it only with an exact copy in
+host memory: its low-bit form is made from that, never from the middle one, so losses do not add up.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from tierkv.quant import NAMES, Codec, get
 MIDDLE_NAMES = tuple(name for name in NAMES if get(name).in_model_space and name != "exact")
 """Codecs that may be the middle form."""
 
+WHY_ONLY_THOSE = (
+    "attention sums its pages with exact ones, so its codec must pack values as they are, without a state"
+)
+
 
 def middle_codec(name: str) -> Codec:
     """Raises `ConfigError`: this codec cannot be the middle form."""
     if name not in MIDDLE_NAMES:
-        raise ConfigError(f"{name} cannot be the middle form, which is one of {', '.join(MIDDLE_NAMES)}")
+        names = ", ".join(MIDDLE_NAMES)
+        raise ConfigError(f"{name} cannot be the middle form, which is one of {names}: {WHY_ONLY_THOSE}")
     return get(name)
 
 
@@ -33,17 +38,18 @@ def middle_class(codec: Codec, geometry: Geometry, low_bit: SizeClass) -> SizeCl
         ConfigError: a frame holds one only, or no fewer than of the low-bit form.
     """
     frame, item = low_bit.frame, aligned(codec.page_bytes(geometry))
-    if 2 * item > frame:
+    found = SizeClass(frame, min(frame, item))
+    if found.items < 2:
         raise ConfigError(
             f"middle = {codec.name} saves nothing in HBM: a page of it takes {item:,} bytes, and the frame of a "
             f"{geometry.dtype} page has {frame:,}, which is room for one; take nf4, or none"
         )
-    if item <= low_bit.item:
+    if found.items >= low_bit.items:
         raise ConfigError(
-            f"middle = {codec.name} is no rung above low-bit: a page of it takes {item:,} bytes, and one of the "
-            f"low-bit form {low_bit.item:,}; take a larger form, or none"
+            f"middle = {codec.name} is no rung above low-bit: a frame of {frame:,} bytes holds {found.items} pages of "
+            f"it and {low_bit.items} of the low-bit form; take a larger form, or none"
         )
-    return SizeClass(frame, item)
+    return found
 
 
 def middle_below(given: float | None, thresholds: Thresholds) -> float:

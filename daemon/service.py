@@ -244,6 +244,9 @@ class Service:
                 return "this daemon does not wait for this worker; its memory may be in use already"
             if survivor.pid != peer.pid:
                 return f"client {message.client_id} belonged to process {survivor.pid}, not {peer.pid}"
+            theirs, ours = (_forms(m.codec, m.middle) for m in (message, self.config))
+            if theirs != ours:
+                return f"its pages are packed as {theirs}, and this daemon's as {ours}: it would misread them"
         if self._hbm is None:
             try:
                 self._use(self._device_pools.adopt(descriptor, self.config.hbm_bytes))
@@ -269,6 +272,10 @@ class Service:
             config.codec, config.page_tokens, config.straddle, config.observe_every, config.heartbeat_seconds,
             config.digest_layers, config.middle, list(lost),
         )  # fmt: skip
+
+
+def _forms(codec: str, middle: str) -> str:
+    return f"{codec} with {middle} in the middle" if middle else codec
 
 
 def main() -> None:

@@ -362,7 +362,8 @@ class Client:
 
     def _handshake(self, states: list[SessionState], timeout: float) -> tuple[socket.socket, Attached]:
         mine = None if self._hbm is None else self._hbm.descriptor
-        message = Attach(PROTOCOL_VERSION, self.id, states)
+        forms = (self.codec, self.middle) if states else ()
+        message = Attach(PROTOCOL_VERSION, self.id, states, *forms)
         stream, reply, hbm, host = handshake.attach(self.state_dir, message, mine, timeout)
         try:
             self._map(reply, hbm, host)

@@ -137,6 +137,10 @@ class Attach(_Struct, tag="attach"):
     protocol: int
     client_id: str
     sessions: list[SessionState] = []
+    codec: str = ""
+    """Of the low-bit pages that the sessions hold; empty without sessions."""
+    middle: str = ""
+    """Of their pages of the middle form; empty: there is none."""
 
 
 class Attached(_Struct, tag="attached"):

@@ -38,6 +38,7 @@ class Pools(Protocol):
 
     @property
     def codec(self) -> str: ...
+
     @property
     def middle(self) -> str: ...
 

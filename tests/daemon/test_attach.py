@@ -60,7 +60,7 @@ class Worker_:
     def __init__(
         self, folder: Path, name: str, hbm: int | None = None, sessions: tuple[SessionState, ...] = ()
     ) -> None:
-        message = Attach(PROTOCOL_VERSION, name, list(sessions))
+        message = Attach(PROTOCOL_VERSION, name, list(sessions), "k3v2" if sessions else "")
         self.stream, self.reply, self.hbm, self.host = handshake.attach(folder, message, hbm, 5.0)
 
     def close(self) -> None:

@@ -403,7 +403,10 @@ def test_there_is_no_middle_form_unless_it_is_set(file: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"middle": "k3v2"}, "middle = 'k3v2'.*is not one of kivi2, int8, nf4, nor empty for none"),
+        (
+            {"middle": "k3v2"},
+            "middle = 'k3v2'.*is not one of kivi2, int8, nf4, nor empty for none: attention sums",
+        ),
         ({"middle": "nf5"}, "did you mean 'nf4'"),
         (
             {"middle": "nf4", "backup": "never"},

@@ -66,6 +66,14 @@ def test_a_form_of_which_a_frame_holds_one_is_refused_with_the_arithmetic() -> N
 
 def test_a_form_no_larger_than_the_low_bit_one_is_no_rung() -> None:
     low = SizeClass(KV_8B.page_bytes, quant.get("nf4").page_bytes(KV_8B))
+    with pytest.raises(ConfigError, match="2,097,152 bytes holds 3 pages of it and 3 of the low-bit form"):
+        middle_class(middle_codec("nf4"), KV_8B, low)
+
+
+def test_a_larger_form_of_which_a_frame_holds_as_many_is_no_rung_either() -> None:
+    low = SizeClass(KV_8B.page_bytes, KV_8B.page_bytes * 4 // 16 + 64)  # a little more than 4 bits
+    nf4 = quant.get("nf4").page_bytes(KV_8B)
+    assert nf4 > low.item and low.items == 3
     with pytest.raises(ConfigError, match="no rung above low-bit"):
         middle_class(middle_codec("nf4"), KV_8B, low)
 

@@ -120,6 +120,23 @@ def test_a_larger_pool_cannot_adopt_and_the_worker_is_told_what_is_lost(run: Run
         assert check(client, fresh, 2).wrong == 0
 
 
+def test_an_owner_of_another_form_cannot_adopt_low_bit_pages(run: Run, state_dir: Path) -> None:
+    """It would hand them to attention as what they are not."""
+    owner, _ = run
+    first = owner(8 * PAGE, 32 * PAGE)
+    with tierkv.connect(state_dir, timeout=20.0) as client:
+        session = client.open(SMALL, "small")
+        for _ in range(16):
+            step(client, session, 1, 16)
+        until(lambda: client.stats()["pages_quantized"] > 0, 10.0)
+        first.kill()
+        second = owner(8 * PAGE, 32 * PAGE, "--codec", "kivi2")
+        until(lambda: client.connected and client.epoch == second.epoch, 10.0)
+        with pytest.raises(PagesLost, match=r"packed as k3v2, .* as kivi2") as lost:
+            session.begin(1)
+        assert lost.value.ranges == ((0, 256),)
+
+
 def test_a_new_owner_waits_for_a_stopped_worker_and_for_its_death(run: Run, state_dir: Path) -> None:
     owner, worker = run
     first = owner(16 * PAGE, 16 * PAGE)
