@@ -58,8 +58,8 @@ def information(
 ) -> Fisher:
     """The information of `tokens` of the cache, for the mean of the tokens that are generated after `given` ones.
 
-    One forward pass, and `samples` backward ones. Each draws an answer after every given token and takes the gradient of
-    all together: an answer's is 0 on average whatever came before, and so are products of two answers' gradients.
+    One forward pass, and `samples` backward ones. Each draws an answer after every given token and takes the gradient
+    of all: an answer's is 0 on average whatever came before, and so are products of two answers' gradients.
 
     Args:
         cache: transformers' own, of one sequence. `given` is appended to it.
