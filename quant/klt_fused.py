@@ -74,7 +74,7 @@ def page_logits(
             if bits == 0:
                 continue
             for half in range(group * GROUP, (group + 1) * GROUP, TERMS):
-                unpack_rows(bits, page, at, width, bits * width, tile, 0, TERMS)
+                unpack_rows(bits, page, at, width, bits * width, tile, 0, 1, TERMS)
                 at += TERMS * bits * width
                 for g in range(groups):
                     add_rows(tile, 0, query, g * head_dim + half, sums, g * LANES)
@@ -111,7 +111,7 @@ def page_values(
             bits = bits_of_group(state, record, group)
             if bits == 0:
                 continue
-            unpack_rows(bits, page, at, 2, token_bytes, tile, 0, terms)
+            unpack_rows(bits, page, at, 2, token_bytes, tile, 0, 1, terms)
             at += 2 * bits
             for g in range(groups):
                 add_rows(tile, 0, factors, g * TERMS, acc, g * head_dim + group * GROUP)

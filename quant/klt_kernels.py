@@ -12,20 +12,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.numba_setup import kernel
-from tierkv.quant.columns import columns_to_rows, rows_to_columns
+from tierkv.quant.columns import add_squares, columns_to_rows, rows_to_columns
 from tierkv.quant.floats import BFLOAT16, load_float, store_clamped, store_float
 from tierkv.quant.klt_layout import (
     GROUP,
+    MAX_BITS,
     analysis_start,
     bits_of_group,
     block_start,
     mean_start,
     plane_bytes,
+    record_floats,
     record_start,
     spread_of_group,
     synthesis_start,
 )
-from tierkv.quant.klt_planes import ROWS, fit_rows, multiply, multiply_fused, pack_row, unpack_rows
+from tierkv.quant.klt_planes import (
+    ROWS,
+    fit_group,
+    multiply,
+    multiply_fused,
+    pack_columns,
+    pack_rows,
+    unpack_rows,
+)
 from tierkv.quant.lloyd import GAINS, NO_GAIN
 from tierkv.quant.rotated_encode import (
     INFINITY_BITS,
@@ -46,6 +56,43 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @kernel()
+def _line_of_floats(size: int) -> Floats:
+    """Zeros that begin where a cache line does, so that no vector of them lies across two."""
+    room = np.zeros(size + LANES, np.float32)
+    skip = (-room.ctypes.data // 4) % LANES
+    return room[skip : skip + size]
+
+
+@kernel()
+def live_channels(head_dim: int, state: Floats, record: int) -> int:
+    """Channels up to the last one that has bits."""
+    live = 0
+    for group in range(head_dim // GROUP):
+        if bits_of_group(state, record, group) > 0:
+            live = (group + 1) * GROUP
+    return live
+
+
+@kernel()
+def bytes_of_token(head_dim: int, state: Floats, record: int) -> int:
+    """Of the planes of a token's values."""
+    total = 0
+    for group in range(head_dim // GROUP):
+        total += 2 * bits_of_group(state, record, group)
+    return total
+
+
+@kernel()
+def _analyse(columns: Floats, head_dim: int, state: Floats, record: int, u: Floats) -> None:
+    """The channels that have bits, in the space of codes."""
+    for row in range(0, head_dim, ROWS):
+        if bits_of_group(state, record, row // GROUP) > 0:
+            multiply(
+                state, analysis_start(record, head_dim), head_dim, head_dim, record_floats(head_dim), columns, u, row
+            )  # fmt: skip
+
+
+@kernel()
 def _fit_gains(
     u: Floats, head_dim: int, state: Floats, record: int, gains: Floats, along: Floats, energy: Floats
 ) -> None:
@@ -55,17 +102,15 @@ def _fit_gains(
     for group in range(head_dim // GROUP):
         if bits_of_group(state, record, group) > 0:
             live += GROUP
-            for row in range(group * GROUP, (group + 1) * GROUP):
-                column = u[row * LANES : (row + 1) * LANES]
-                for lane in range(LANES):
-                    energy[lane] += column[lane] * column[lane]
+            for row in range(group * GROUP, (group + 1) * GROUP, TERMS):
+                add_squares(u, row, energy)
     for lane in range(LANES):
         gains[lane] = np.float32(math.sqrt(energy[lane] / np.float32(live))) if live > 0 else _ZERO
     along[:] = _ZERO
     energy[:] = _ZERO
     for group in range(head_dim // GROUP):
         cost = spread_of_group(state, record, group, head_dim)
-        fit_rows(bits_of_group(state, record, group), u, group * GROUP, GROUP, gains, cost, along, energy)
+        fit_group(bits_of_group(state, record, group), u, group * GROUP, gains, cost, along, energy)
     for lane in range(LANES):
         gains[lane] = along[lane] / energy[lane] if energy[lane] > _ZERO else _ZERO
 
@@ -78,37 +123,34 @@ def _pack_keys(
     """Planes of tokens `first .. first + 15`, a channel after the other; `padded` takes those of a last, short byte."""
     width = plane_bytes(tokens)
     whole = width - first // 8 >= 2
-    channel_start = tokens + first // 8
+    at = tokens + first // 8
     for group in range(head_dim // GROUP):
         bits = bits_of_group(state, record, group)
-        for row in range(group * GROUP, (group + 1) * GROUP):
-            if whole:
-                pack_row(bits, u, row, gains, block, channel_start, width)
-            else:
-                pack_row(bits, u, row, gains, padded, 0, 2)
-                for plane in range(bits):
-                    block[channel_start + plane * width] = padded[2 * plane]
-            channel_start += bits * width
+        if whole:
+            pack_columns(bits, u, group * GROUP, gains, block, at, width)
+        else:
+            pack_columns(bits, u, group * GROUP, gains, padded, 0, 2)
+            for plane in range(GROUP * bits):
+                block[at + plane * width] = padded[2 * plane]
+        at += GROUP * bits * width
 
 
 @kernel()
 def _pack_values(
     u: Floats, rows: Floats, head_dim: int, state: Floats, record: int, gains: Floats, tokens: int, first: int,
-    block: Bytes, ones: Floats, zeros: Floats, gain: Floats,
+    block: Bytes, ones: Floats, zeros: Floats,
 ) -> None:  # fmt: skip
     """Planes of tokens `first .. first + 15`, a token after the other; `rows` is scratch for `u` turned."""
     for channel in range(0, head_dim, TERMS):
         columns_to_rows(u, channel, ones, ones, zeros, rows, head_dim)
-    token_bytes = 0
+    token_bytes = bytes_of_token(head_dim, state, record)
+    at = tokens + first * token_bytes
     for group in range(head_dim // GROUP):
-        token_bytes += 2 * bits_of_group(state, record, group)
-    for lane in range(min(LANES, tokens - first)):
-        gain[:] = gains[lane]
-        at = tokens + (first + lane) * token_bytes
-        for group in range(head_dim // GROUP):
-            bits = bits_of_group(state, record, group)
-            pack_row(bits, rows, lane * (head_dim // GROUP) + group, gain, block, at, 2)
-            at += 2 * bits
+        bits = bits_of_group(state, record, group)
+        pack_rows(
+            bits, rows, group, head_dim // GROUP, min(LANES, tokens - first), gains, block, at, token_bytes
+        )
+        at += 2 * bits
 
 
 @kernel()
@@ -121,20 +163,16 @@ def encode_page(words: Words, kind: int, count: int, state: Floats, packed: Byte
     is_bfloat16 = kind == BFLOAT16
     tiles = (count + LANES - 1) // LANES
     size = LANES * head_dim
-    rows, columns = np.zeros(tiles * size, np.float32), np.empty(size, np.float32)
-    coefficients = np.empty(tiles * size, np.float32)
+    rows, columns = _line_of_floats(tiles * size), _line_of_floats(size)
+    coefficients = _line_of_floats(tiles * size)
     gains = np.zeros((tiles, LANES), np.float32)
-    along, energy, gain = (
-        np.empty(LANES, np.float32),
-        np.empty(LANES, np.float32),
-        np.empty(LANES, np.float32),
-    )
+    along, energy = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     factors, ones, zeros = (
         np.empty(head_dim, np.float32),
         np.ones(max(head_dim, LANES), np.float32),
         np.zeros(head_dim, np.float32),
     )
-    padded = np.zeros(16, np.uint8)
+    padded = np.zeros(2 * GROUP * MAX_BITS, np.uint8)
     if count < tokens:
         packed[:] = 0
     for layer in range(layers):
@@ -155,8 +193,7 @@ def encode_page(words: Words, kind: int, count: int, state: Floats, packed: Byte
                         rows_to_columns(
                             rows[tile * size : (tile + 1) * size], head_dim, channel, factors, columns
                         )
-                    for row in range(0, head_dim, ROWS):
-                        multiply(state, analysis_start(record, head_dim), head_dim, columns, u, row)
+                    _analyse(columns, head_dim, state, record, u)
                     _fit_gains(u, head_dim, state, record, gains[tile], along, energy)
                     for lane in range(min(LANES, count - tile * LANES)):
                         top = max(top, gains[tile, lane])
@@ -175,7 +212,7 @@ def encode_page(words: Words, kind: int, count: int, state: Floats, packed: Byte
                     else:
                         _pack_values(
                             u, rows[tile * size : (tile + 1) * size], head_dim, state, record, gains[tile], tokens,
-                            first, block, ones, zeros, gain,
+                            first, block, ones, zeros,
                         )  # fmt: skip
                         rows[tile * size : (tile + 1) * size] = _ZERO
                 store_float(
@@ -202,7 +239,7 @@ def unpack_keys(
     at = block + tokens + first // 8
     for group in range(head_dim // GROUP):
         bits = bits_of_group(state, record, group)
-        unpack_rows(bits, page, at, width, bits * width, columns, group * GROUP, GROUP)
+        unpack_rows(bits, page, at, width, bits * width, columns, group * GROUP, 1, GROUP)
         at += GROUP * bits * width
 
 
@@ -211,7 +248,7 @@ def decode_page(packed: Bytes, count: int, state: Floats, words: Words, kind: in
     """Unpack the first `count` tokens into `words` and zero the others."""
     layers, _, heads, tokens, head_dim = words.shape
     groups, size = head_dim // GROUP, LANES * head_dim
-    levels, columns, rows = np.zeros(size, np.float32), np.empty(size, np.float32), np.zeros(size, np.float32)
+    levels, columns, rows = _line_of_floats(size), _line_of_floats(size), _line_of_floats(size)
     ones, gains = np.ones(head_dim, np.float32), np.zeros(LANES, np.float32)
     flat = words.reshape(words.size)
     for layer in range(layers):
@@ -223,9 +260,8 @@ def decode_page(packed: Bytes, count: int, state: Floats, words: Words, kind: in
                 center = state[mean_start(record, head_dim) :][:head_dim]
                 start = ((layer * 2 + side) * heads + head) * tokens * head_dim
                 flat[start + count * head_dim : start + tokens * head_dim] = 0
-                token_bytes = 0
-                for group in range(groups):
-                    token_bytes += 2 * bits_of_group(state, record, group)
+                token_bytes = bytes_of_token(head_dim, state, record)
+                live = live_channels(head_dim, state, record)
                 for first in range(0, count, LANES):
                     lanes = min(LANES, count - first)
                     for lane in range(lanes):
@@ -236,24 +272,15 @@ def decode_page(packed: Bytes, count: int, state: Floats, words: Words, kind: in
                         at = block + tokens + first * token_bytes
                         for group in range(groups):
                             bits = bits_of_group(state, record, group)
-                            for lane in range(lanes):
-                                unpack_rows(
-                                    bits,
-                                    packed,
-                                    at + lane * token_bytes,
-                                    2,
-                                    0,
-                                    rows,
-                                    lane * groups + group,
-                                    1,
-                                )
+                            unpack_rows(bits, packed, at, 2, token_bytes, rows, group, groups, lanes)
                             at += 2 * bits
-                        for channel in range(0, head_dim, TERMS):
+                        for channel in range(0, live, TERMS):
                             rows_to_columns(rows, head_dim, channel, ones, levels)
                     for row in range(0, head_dim, ROWS):
                         multiply_fused(
-                            state, synthesis_start(record, head_dim), head_dim, levels, columns, row
-                        )
+                            state, synthesis_start(record, head_dim), head_dim, live, record_floats(head_dim), levels,
+                            columns, row,
+                        )  # fmt: skip
                     for channel in range(0, head_dim, TERMS):
                         columns_to_rows(columns, channel, ones, gains, center, rows, head_dim)
                     at = start + first * head_dim

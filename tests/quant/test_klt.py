@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from tests.quant.pages import exact_page, example_moments, page_values
+from tests.quant.pages import exact_page, example_moments, gaussian_page, page_values
 from tierkv.geometry import Geometry
-from tierkv.quant import get, klt_fit, klt_reference
-from tierkv.quant.klt_layout import GROUP
+from tierkv.quant import get, klt_fit, klt_kernels, klt_reference
+from tierkv.quant.floats import KIND, page_words
+from tierkv.quant.klt_layout import GROUP, block_bytes, record_floats
 from tierkv.quant.klt_levels import DISTORTIONS, LEVELS
 from tierkv.quant.moments import Moments, standard
 
@@ -232,6 +233,30 @@ def test_moments_of_nothing_give_a_state_that_works(dead: str) -> None:
 )
 def test_all_in_a_value_takes_a_gains_share_more_than_its_bits(name: str, dim: int, bits: float) -> None:
     assert get(name).bits_per_value(Geometry(4, 2, dim, "bfloat16")) == bits
+
+
+@pytest.mark.parametrize(("dim", "tokens", "count"), [(64, 16, 16), (128, 8, 5), (48, 32, 19)])
+def test_groups_may_have_any_bits_in_any_order(dim: int, tokens: int, count: int) -> None:
+    """Also groups without any in front of others, between them, or behind all that a head has."""
+    geometry = Geometry(1, 2, dim, "float32", tokens)
+    state, groups = CODEC.fit_moments(geometry, example_moments(geometry)), dim // GROUP
+    records = state.reshape(4, record_floats(dim))
+    bits = np.resize([[0, 5, 4, 0], [3, 0, 1, 0], [0, 0, 5, 0]], (4, groups))
+    bits[3] = 0
+    at = 4 * 4
+    for side, record, of_groups in zip((0, 0, 1, 1), records, bits, strict=True):
+        record[0], record[1 : 1 + groups] = at, of_groups
+        at += block_bytes(side, int(of_groups.sum()), tokens)
+    page = gaussian_page(geometry, seed=dim)
+    packed, decoded = np.full(at, 0x11, np.uint8), np.empty(geometry.page_bytes, np.uint8)
+    words = page_words(geometry, page)
+    assert klt_kernels.encode_page(words, KIND["float32"], count, state, packed)
+    np.testing.assert_array_equal(packed, klt_reference.encode(geometry, page, count, state, at))
+    klt_kernels.decode_page(packed, count, state, page_words(geometry, decoded), KIND["float32"])
+    expected = klt_reference.decode(geometry, packed, count, state)
+    np.testing.assert_allclose(
+        page_values(geometry, decoded), expected, rtol=1e-5, atol=1e-5 * abs(expected).max()
+    )
 
 
 def test_a_state_of_another_model_is_refused() -> None:
