@@ -23,7 +23,8 @@ of its own. Times are wall times of whole forwards, on all cores.
   steps, so that what only some of them do (an observation) is in it; of the others 1
 - `ratio_to_dynamic`, its quartiles `ratio_low` and `ratio_high`, and `pairs`: medians of ratios, block by block;
   `ratio_to`: the same to each other arm of the same run
-- `ms_at_64`: its step at 64 tokens; `kv_ms`: what a step takes beyond that; `kv_ratio_to_dynamic`: of `kv_ms`
+- `ms_at_64`: its step at 64 tokens, taken in turn with the others; `kv_ms`: what a step takes beyond that, block by
+  block; `kv_ratio_to_dynamic`: of `kv_ms`
 - `kv_bytes`: K/V bytes held, all tensors of a cache counted, exact residual, scales and zeros included; of tierkv the
   bytes of HBM that its sessions hold; `host_bytes`: in host memory besides
 - `attended_bytes`: K/V bytes that a step reads in the form in which they lie
@@ -53,6 +54,9 @@ MORE = (*OBSERVED, UNOBSERVED, FIXED)
 
 BASE = 64
 """Tokens of the step that costs nearly no attention."""
+
+AT_BASE = f" at {BASE}"
+"""Behind an arm's name: the same at `BASE` tokens."""
 
 
 def run(quick: bool = False) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 
 import tierkv.attention
 from tierkv import Client, Session
-from tierkv.benchmarks.decode import FIXED, OBSERVED, QUARTER, UNOBSERVED
+from tierkv.benchmarks.decode import AT_BASE, FIXED, OBSERVED, QUARTER, UNOBSERVED
 from tierkv.benchmarks.decode.arm import Arm, Dense, Held
 from tierkv.benchmarks.decode.plan import WARM_UP
 from tierkv.benchmarks.decode.watch import STEP, Span, Watch
@@ -36,7 +36,7 @@ SETTLE_SECONDS = 10.0
 
 def budget_of(name: str, geometry: Geometry, tokens: int) -> int:
     """HBM bytes that a session of the arm may hold; 0: as many as it wants."""
-    if name == QUARTER:
+    if name.removesuffix(AT_BASE) == QUARTER:
         return max(LEAST_BUDGET_PAGES * geometry.page_bytes, tokens * geometry.token_bytes // BUDGET_SHARE)
     if name == FIXED:
         return FIXED_TOKENS * geometry.token_bytes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, QuantizedCache
 
-from tierkv.benchmarks.decode import DYNAMIC
+from tierkv.benchmarks.decode import AT_BASE, DYNAMIC
 from tierkv.benchmarks.decode.arm import Arm, Dense, Held
 from tierkv.benchmarks.decode.models import Models
 from tierkv.benchmarks.quant.hf_peers import PACKAGE, SETTINGS, stored_bytes
@@ -50,13 +50,14 @@ class OffloadedInLine(DynamicCache):  # type: ignore[misc]
 def peer(name: str, models: Models, dense: Dense, batch: int) -> PeerArm:
     """An arm that is not tierkv's. Raises `ConfigError` where it cannot run here."""
     config = models.plain.config
-    make, note = _maker(name, config)
+    kind = name.removesuffix(AT_BASE)
+    make, note = _maker(kind, config)
     cache = make()
     start = time.perf_counter()
     for layer, (keys, values) in enumerate(dense):
         cache.update(keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1), layer)
     seconds = time.perf_counter() - start
-    return PeerArm(name, models.eager if name == "eager" else models.plain, cache, seconds, note)
+    return PeerArm(name, models.eager if kind == "eager" else models.plain, cache, seconds, note)
 
 
 def _maker(name: str, config: PretrainedConfig) -> tuple[Callable[[], Cache], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tierkv.benchmarks.decode import ARMS, BASE, DYNAMIC, MORE
+from tierkv.benchmarks.decode import ARMS, DYNAMIC, MORE
 from tierkv.errors import ConfigError
 from tierkv.geometry import DTypeName
 
@@ -58,7 +58,7 @@ def plan(
     contexts: Sequence[int] = (), batches: Sequence[int] = (), arms: Sequence[str] = (), steps: int | None = None,
     quick: bool = False, pages: DTypeName = "bfloat16", codec: str = "k3v2",
 ) -> Plan:  # fmt: skip
-    """What is not named is the default's. `dynamic` always runs, and so does the step at 64 tokens.
+    """What is not named is the default's. `dynamic` always runs.
 
     Raises:
         ConfigError: no such arm, or steps that would make a quantized cache pack anew.
@@ -74,7 +74,7 @@ def plan(
     steps = steps or (QUICK_STEPS if quick else STEPS)
     if WARM_UP + steps > MOST_STEPS:
         raise ConfigError(f"at most {MOST_STEPS - WARM_UP} steps, not {steps}: see MOST_STEPS")
-    chosen = tuple(sorted(set(contexts or (QUICK_CONTEXTS if quick else CONTEXTS)) | {BASE}))
+    chosen = tuple(sorted(set(contexts or (QUICK_CONTEXTS if quick else CONTEXTS))))
     points = [
         Point(context, batch, _arms(arms, batch))
         for context in chosen

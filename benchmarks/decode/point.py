@@ -8,8 +8,9 @@ import torch
 
 import tierkv
 from tierkv.benchmarks import processes
+from tierkv.benchmarks.decode import ARMS, AT_BASE, BASE
 from tierkv.benchmarks.decode.arm import Arm, Dense
-from tierkv.benchmarks.decode.models import Models
+from tierkv.benchmarks.decode.models import Models, first
 from tierkv.benchmarks.decode.paged import PagedArm, paged, pool_bytes
 from tierkv.benchmarks.decode.peers import peer
 from tierkv.benchmarks.decode.plan import Plan, Point
@@ -39,29 +40,41 @@ def measure(models: Models, dense: Dense, point: Point, plan: Plan) -> Measureme
         tierkv.connect(state_dir) as client,
     ):
         try:
-            for name in point.arms:
+            for name, kv in [*((name, dense) for name in point.arms), *_at_base(point, dense)]:
                 try:
-                    if name in tierkvs:
-                        arms.append(paged(name, models.paged, client, dense, point.batch, plan.pages))
+                    if name.startswith("tierkv"):
+                        arms.append(paged(name, models.paged, client, kv, point.batch, plan.pages))
                     else:
-                        arms.append(peer(name, models, dense, point.batch))
+                        arms.append(peer(name, models, kv, point.batch))
                 except (ConfigError, ImportError) as error:
-                    skipped[name] = str(error)
+                    skipped[name.removesuffix(AT_BASE)] = str(error)
             vocabulary = int(models.plain.config.vocab_size)
             steps = interleave(arms, point.batch, vocabulary, plan.steps, plan.arm_seconds)
             return Measurement(
-                {arm.name: _measured(arm, steps[arm.name], point.batch) for arm in arms}, skipped
+                {
+                    arm.name: _measured(arm, steps[arm.name], steps.get(arm.name + AT_BASE), point.batch)
+                    for arm in arms
+                    if not arm.name.endswith(AT_BASE)
+                },
+                skipped,
             )
         finally:
             for arm in arms:
                 arm.close()
 
 
-def _measured(arm: Arm, steps: list[float], batch: int) -> Measured:
+def _at_base(point: Point, dense: Dense) -> list[tuple[str, Dense]]:
+    """Arms whose KV cost is asked, at `BASE` tokens."""
+    if point.context <= BASE:
+        return []
+    return [(name + AT_BASE, first(dense, BASE)) for name in point.arms if name in ARMS]
+
+
+def _measured(arm: Arm, steps: list[float], base_steps: list[float] | None, batch: int) -> Measured:
     spans = arm.measured_spans() if isinstance(arm, PagedArm) else None
     held = arm.held()
     token = torch.zeros(batch, 1, dtype=torch.long)
     return Measured(
-        steps, held.kv, held.host, held.attended, peak_beyond(lambda: arm.step(token)),
+        steps, base_steps, held.kv, held.host, held.attended, peak_beyond(lambda: arm.step(token)),
         arm.fill_seconds, held.pages, spans, arm.note,
     )  # fmt: skip

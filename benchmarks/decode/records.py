@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from tierkv.benchmarks.decode import BASE, DYNAMIC
-from tierkv.benchmarks.decode.timing import block_of, blocks, ratio
+from tierkv.benchmarks.decode import DYNAMIC
+from tierkv.benchmarks.decode.timing import BLOCK, block_of, blocks, ratio
 from tierkv.benchmarks.decode.watch import STEP, Span
 from tierkv.benchmarks.pairs import Figures
 
@@ -18,6 +18,7 @@ class Measured(msgspec.Struct):
     """One arm at one context and batch, as it is kept until all of a run is there."""
 
     steps: list[float]  # ms
+    base_steps: list[float] | None  # at `BASE` tokens
     kv_bytes: int
     host_bytes: int
     attended_bytes: int
@@ -87,30 +88,25 @@ Found = Mapping[tuple[int, int], Mapping[str, Measured]]
 
 
 def records(found: Found, arms: Sequence[str]) -> list[Record]:
-    """Of these arms, by batch, context and arm; the steps at `BASE` tokens are in the others' records."""
+    """Of these arms, by batch, context and arm."""
     made = []
     for context, batch in sorted(found, key=lambda point: (point[1], point[0])):
-        if context == BASE:
-            continue
-        here, base = found[context, batch], found.get((BASE, batch), {})
-        made += [_record(context, batch, arm, here, base) for arm in arms if arm in here]
+        here = found[context, batch]
+        made += [_record(context, batch, arm, here) for arm in arms if arm in here]
     return made
 
 
-def _record(
-    context: int, batch: int, arm: str, here: Mapping[str, Measured], base: Mapping[str, Measured]
-) -> Record:
+def _record(context: int, batch: int, arm: str, here: Mapping[str, Measured]) -> Record:
     one, figures = here[arm], _to(DYNAMIC, arm, here)
-    ms = _ms(arm, one)
-    at_base = _ms(arm, base[arm]) if arm in base else None
-    kv = None if at_base is None else ms - at_base
-    dynamic_kv = _ms(DYNAMIC, here[DYNAMIC]) - _ms(DYNAMIC, base[DYNAMIC]) if DYNAMIC in base else 0.0
+    kv, theirs = _kv(one), _kv(here[DYNAMIC])
+    kv_ratios = [ours / peer for ours, peer in zip(kv, theirs, strict=False) if peer > 0]
     calls = [span for span in one.spans or () if span.name != STEP]
     each = 1e3 / len(one.steps)
     return Record(
-        context, batch, arm, ms, figures["ratio"], one.kv_bytes, figures["ratio_low"], figures["ratio_high"],
-        int(figures["pairs"]), {other: _to(other, arm, here)["ratio"] for other in here if other not in (arm, DYNAMIC)},
-        at_base, kv, kv / dynamic_kv if kv is not None and dynamic_kv > 0 else None,
+        context, batch, arm, _ms(arm, one.steps),
+        figures["ratio"], one.kv_bytes, figures["ratio_low"], figures["ratio_high"], int(figures["pairs"]), {other: _to(other, arm, here)["ratio"] for other in here if other not in (arm, DYNAMIC)},
+        _ms(arm, one.base_steps) if one.base_steps else None,
+        statistics.median(kv) if kv else None, statistics.median(kv_ratios) if kv_ratios else None,
         one.host_bytes, one.attended_bytes, one.peak_bytes, one.fill_seconds, one.pages,
         None if one.spans is None else each * sum(span.seconds for span in calls),
         None if one.spans is None else each * sum(span.blocked for span in calls),
@@ -122,8 +118,17 @@ def _to(other: str, arm: str, here: Mapping[str, Measured]) -> Figures:
     return ratio(here[arm].steps, here[other].steps, block_of(arm, other))
 
 
-def _ms(arm: str, one: Measured) -> float:
-    return statistics.median(blocks(one.steps, block_of(arm)))
+def _ms(arm: str, steps: Sequence[float]) -> float:
+    return statistics.median(blocks(steps, block_of(arm)))
+
+
+def _kv(one: Measured) -> list[float]:
+    """By block: what a step takes beyond one at `BASE` tokens."""
+    common = min(len(one.steps), len(one.base_steps or ()))
+    if not one.base_steps or not common:
+        return []
+    pairs = zip(*(blocks(steps[:common], BLOCK) for steps in (one.steps, one.base_steps)), strict=True)
+    return [step - base for step, base in pairs]
 
 
 def scaling(found: Found, arm: str, batch: int = 1) -> Scaling | None:
@@ -132,7 +137,7 @@ def scaling(found: Found, arm: str, batch: int = 1) -> Scaling | None:
     if len(points) < 3:
         return None
     mib = np.array([point.attended_bytes / 2**20 for point in points])
-    ms = np.array([_ms(arm, point) for point in points])
+    ms = np.array([_ms(arm, point.steps) for point in points])
     slope, start = np.polyfit(mib, ms, 1)
     rest = ms - (start + slope * mib)
     return Scaling(float(start), float(slope), float(1 - (rest**2).sum() / ((ms - ms.mean()) ** 2).sum()))

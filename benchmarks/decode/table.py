@@ -51,7 +51,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _steps(records: Sequence[Record], run: Run, batch: int) -> Table:
     table = _table(
-        f"{run.model}, batch {batch}: a step, and its KV cost (beyond the step at 64 tokens); {run.pages} pages",
+        f"{run.model}, batch {batch}, {run.pages} pages: a step, and its part beyond that at 64 tokens",
         "context", "arm", "ms", f"x {DYNAMIC} (quartiles)", "KV ms", "x KV", "x hqq2", "KV MiB", "host", "peak MiB",
     )  # fmt: skip
     last = 0
