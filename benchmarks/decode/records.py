@@ -102,9 +102,10 @@ def _record(context: int, batch: int, arm: str, here: Mapping[str, Measured]) ->
     kv_ratios = [ours / peer for ours, peer in zip(kv, theirs, strict=False) if peer > 0]
     calls = [span for span in one.spans or () if span.name != STEP]
     each = 1e3 / len(one.steps)
+    others = [other for other in here if other not in (arm, DYNAMIC)]
     return Record(
-        context, batch, arm, _ms(arm, one.steps),
-        figures["ratio"], one.kv_bytes, figures["ratio_low"], figures["ratio_high"], int(figures["pairs"]), {other: _to(other, arm, here)["ratio"] for other in here if other not in (arm, DYNAMIC)},
+        context, batch, arm, _ms(arm, one.steps), figures["ratio"], one.kv_bytes, figures["ratio_low"],
+        figures["ratio_high"], int(figures["pairs"]), {other: _to(other, arm, here)["ratio"] for other in others},
         _ms(arm, one.base_steps) if one.base_steps else None,
         statistics.median(kv) if kv else None, statistics.median(kv_ratios) if kv_ratios else None,
         one.host_bytes, one.attended_bytes, one.peak_bytes, one.fill_seconds, one.pages,
