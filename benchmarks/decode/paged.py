@@ -113,7 +113,8 @@ def paged(
         _fill(session, dense, chunk)
         sessions.append(session)
     for session in sessions:
-        settle(session)
+        if session.hbm_budget:
+            settle(session)
     return PagedArm(name, model, client, sessions, time.perf_counter() - start)
 
 

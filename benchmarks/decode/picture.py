@@ -26,6 +26,9 @@ COLOURS = {
 }
 """Others are `PEER`."""
 
+DECADE = 10.0
+"""From so large a range of times on, only 1, 2 and 5 have their numbers."""
+
 
 def draw(records: Sequence[Record], model: str, file: Path) -> None:
     """A PNG. Raises `IndexError` without any record."""
@@ -44,8 +47,8 @@ def draw(records: Sequence[Record], model: str, file: Path) -> None:
     figure.text(left, 1 - 0.42 / height, "What a token costs", fontsize=15, weight="bold", color=INK)
     figure.text(
         left, 1 - 0.78 / height,
-        f"{model}, contexts to {longest:,} tokens; a step of all rows, medians. Lower is better.",
-        fontsize=9, color=FAINT, va="center",
+        f"{model}, contexts to {longest:,} tokens:\na step of all rows, median. Lower is better.",
+        fontsize=9, color=FAINT, va="center", linespacing=1.4,
     )  # fmt: skip
     for index, batch in enumerate(batches):
         axes = figure.add_subplot(1, len(batches), index + 1)
@@ -62,7 +65,7 @@ def _panel(axes: Axes, shown: Sequence[Record], batch: int) -> None:
     axes.set_yscale("log")
     axes.set_xlim(contexts[0] / 1.15, contexts[-1] * 1.15)
     times = [one.ms_per_token for one in shown]
-    axes.set_ylim(min(times) / 1.25, max(times) * 1.4)
+    axes.set_ylim(min(times) / 1.15, max(times) * 1.25)
     ends: list[Record] = []
     for name in dict.fromkeys(one.arm for one in shown):
         line = sorted((one for one in shown if one.arm == name), key=lambda one: one.context)
@@ -78,7 +81,8 @@ def _panel(axes: Axes, shown: Sequence[Record], batch: int) -> None:
     axes.set_xticks([], minor=True)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    told = "25" if max(times) > DECADE * min(times) else "23456789"
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in told else "")
     axes.set_title(f"batch {batch}", fontsize=10, color=FAINT, loc="left")
     axes.set_xlabel("tokens of context", color=FAINT)
     axes.tick_params(colors=FAINT, which="both")
@@ -102,5 +106,5 @@ def _names(axes: Axes, ends: Sequence[Record]) -> None:
         axes.annotate(
             one.arm, (one.context, one.ms_per_token), (12, height - y), textcoords="offset points", ha="left",
             va="center", fontsize=9, color=colour, weight="bold" if ours else "normal", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.5},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.5, "relpos": (0, 0.5)},
         )  # fmt: skip
