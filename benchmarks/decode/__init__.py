@@ -19,10 +19,10 @@ of its own. Times are wall times of whole forwards, on all cores.
 `out/decode.json` is a list of records:
 
 - `context` (tokens before the first step), `batch`, `arm`
-- `ms_per_token`: a step's time, which brings each row one token: median over blocks of steps. A block of `tierkv` is 8
-  steps, so that what only some of them do (an observation) is in it; of the others 1
-- `ratio_to_dynamic`, its quartiles `ratio_low` and `ratio_high`, and `pairs`: medians of ratios, block by block;
-  `ratio_to`: the same to each other arm of the same run
+- `ms_per_token`: a step's time, which brings each row one token: median over blocks of 8 steps, so that what only some
+  steps do (an observation) is in it
+- `ratio_to_dynamic`, its quartiles `ratio_low` and `ratio_high`, and `pairs`: medians of ratios, block by block where
+  tierkv is one of the two, else step by step; `ratio_to`: the same to each other arm of the same run
 - `ms_at_64`: its step at 64 tokens, taken in turn with the others; `kv_ms`: what a step takes beyond that, block by
   block; `kv_ratio_to_dynamic`: of `kv_ms`
 - `kv_bytes`: K/V bytes held, all tensors of a cache counted, exact residual, scales and zeros included; of tierkv the

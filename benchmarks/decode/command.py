@@ -29,6 +29,10 @@ def decode(
     steps: Annotated[int | None, typer.Option(min=1, help="Timed steps of an arm; by default 64.")] = None,
     pages: Annotated[str, typer.Option(help="Exact pages: bfloat16 or float32.")] = "bfloat16",
     codec: Annotated[str, typer.Option(help="Low-bit pages.")] = "k3v2",
+    prefills: Annotated[
+        int | None,
+        typer.Option(min=0, help="How often a prompt of 4,096 tokens is read by each arm; by default 3."),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Keep what an interrupted run measured; nothing has changed since."),
@@ -42,7 +46,7 @@ def decode(
         require()
         from tierkv.benchmarks.decode.plan import plan
 
-        planned = plan(contexts or (), batch or (), arm or (), steps, quick, pages, codec)  # type: ignore[arg-type]
+        planned = plan(contexts or (), batch or (), arm or (), steps, quick, pages, codec, prefills)  # type: ignore[arg-type]
         from tierkv.benchmarks.decode import full, picture, table, watch  # torch and transformers: seconds
         from tierkv.study.memdecay.cli import progress, show, write
         from tierkv.study.model import load_smollm2

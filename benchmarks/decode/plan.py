@@ -57,6 +57,7 @@ class Plan(NamedTuple):
 def plan(
     contexts: Sequence[int] = (), batches: Sequence[int] = (), arms: Sequence[str] = (), steps: int | None = None,
     quick: bool = False, pages: DTypeName = "bfloat16", codec: str = "k3v2",
+    prefills: int | None = None,
 ) -> Plan:  # fmt: skip
     """What is not named is the default's. `dynamic` always runs.
 
@@ -80,11 +81,12 @@ def plan(
         for context in chosen
         for batch in sorted(set(batches or (QUICK_BATCHES if quick else BATCHES)))
     ]
-    paged = not arms or any(arm.startswith("tierkv") for arm in arms)
+    times = (QUICK_PREFILLS if quick else PREFILLS) if prefills is None else prefills
+    paged = times > 0 and (not arms or any(arm.startswith("tierkv") for arm in arms))
     return Plan(
         tuple(points), steps, QUICK_ARM_SECONDS if quick else ARM_SECONDS,
         min(PREFILL_CONTEXT, chosen[-1]) if paged else None,
-        QUICK_PREFILLS if quick else PREFILLS, pages, codec,
+        times, pages, codec,
     )  # fmt: skip
 
 

@@ -104,9 +104,9 @@ def _record(context: int, batch: int, arm: str, here: Mapping[str, Measured]) ->
     each = 1e3 / len(one.steps)
     others = [other for other in here if other not in (arm, DYNAMIC)]
     return Record(
-        context, batch, arm, _ms(arm, one.steps), figures["ratio"], one.kv_bytes, figures["ratio_low"],
+        context, batch, arm, _ms(one.steps), figures["ratio"], one.kv_bytes, figures["ratio_low"],
         figures["ratio_high"], int(figures["pairs"]), {other: _to(other, arm, here)["ratio"] for other in others},
-        _ms(arm, one.base_steps) if one.base_steps else None,
+        _ms(one.base_steps) if one.base_steps else None,
         statistics.median(kv) if kv else None, statistics.median(kv_ratios) if kv_ratios else None,
         one.host_bytes, one.attended_bytes, one.peak_bytes, one.fill_seconds, one.pages,
         None if one.spans is None else each * sum(span.seconds for span in calls),
@@ -119,8 +119,8 @@ def _to(other: str, arm: str, here: Mapping[str, Measured]) -> Figures:
     return ratio(here[arm].steps, here[other].steps, block_of(arm, other))
 
 
-def _ms(arm: str, steps: Sequence[float]) -> float:
-    return statistics.median(blocks(steps, block_of(arm)))
+def _ms(steps: Sequence[float]) -> float:
+    return statistics.median(blocks(steps, BLOCK))
 
 
 def _kv(one: Measured) -> list[float]:
@@ -138,7 +138,7 @@ def scaling(found: Found, arm: str, batch: int = 1) -> Scaling | None:
     if len(points) < 3:
         return None
     mib = np.array([point.attended_bytes / 2**20 for point in points])
-    ms = np.array([_ms(arm, point.steps) for point in points])
+    ms = np.array([_ms(point.steps) for point in points])
     slope, start = np.polyfit(mib, ms, 1)
     rest = ms - (start + slope * mib)
     return Scaling(float(start), float(slope), float(1 - (rest**2).sum() / ((ms - ms.mean()) ** 2).sum()))

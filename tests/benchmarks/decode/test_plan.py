@@ -25,7 +25,8 @@ def test_the_peer_of_ratios_runs_where_only_another_arm_is_named() -> None:
 def test_prompts_are_read_through_pages_where_there_are_pages() -> None:
     assert plan([300], [1], ["hqq2"]).prefill is None
     assert plan([300], [1]).prefill == 300
-    assert plan().prefill == 4096
+    assert (plan().prefill, plan().prefills) == (4096, 3)
+    assert plan(prefills=0).prefill is None
 
 
 @pytest.mark.parametrize(
