@@ -30,6 +30,9 @@ CHUNK_SHARE = 4
 """A forward under a budget takes one part in this many of it: what is there needs room too."""
 
 NEVER = 1 << 30
+FORWARD_SECONDS = 0.3
+"""Left to the daemon after each chunk, as the model's forward would leave it."""
+
 SETTLE_SECONDS = 10.0
 """How long moves that the prompt caused may take before the clock runs."""
 
@@ -119,7 +122,10 @@ def paged(
 
 
 def _fill(session: Session, dense: Dense, chunk: int) -> None:
-    """Write a prompt in steps of `chunk` tokens, as its forwards would."""
+    """Write a prompt in steps of `chunk` tokens, as its forwards would.
+
+    Written without a pause, more pages would leave HBM, and fewer be packed, than when a model reads the prompt.
+    """
     attention, tokens = tierkv.attention.get("cpu"), dense[0][0].shape[2]
     for start in range(0, tokens, chunk):
         stop = min(tokens, start + chunk)
@@ -130,6 +136,8 @@ def _fill(session: Session, dense: Dense, chunk: int) -> None:
             attention.write(session.pool, layer, offsets, slots, keys, values)
         session.commit()
         session.end()
+        if session.hbm_budget:
+            time.sleep(FORWARD_SECONDS)
 
 
 def settle(session: Session) -> None:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from tests.tierkv.tiny_models import build
-from tierkv.benchmarks.decode import ARMS, AT_BASE, MORE, full, peers, picture, point, table
+from tierkv.benchmarks.decode import ARMS, AT_BASE, MORE, full, paged, peers, picture, point, table
 from tierkv.benchmarks.decode.models import first, models, read
 from tierkv.benchmarks.decode.plan import Plan, plan
 
@@ -39,7 +39,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     out = tmp_path_factory.mktemp("decode") / "decode.json"
     asked = plan(CONTEXTS, [1, 2], [arm for arm in (*ARMS, *MORE) if arm != "quanto2"], STEPS, quick=True)
     asked = asked._replace(points=tuple(p for p in asked.points if p.batch == 1 or p.context == CONTEXTS[0]))
-    yield Ran(full.run(asked, full.kept(out, False), build("llama"), lambda *told: None), asked, out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged, "FORWARD_SECONDS", 0.02)  # this model's forwards are quick too
+        made = full.run(asked, full.kept(out, False), build("llama"), lambda *told: None)
+    yield Ran(made, asked, out)
 
 
 def test_there_is_a_record_an_arm_context_and_batch_with_what_the_issue_names(ran: Ran) -> None:
