@@ -10,12 +10,13 @@ import torch
 
 import tierkv.attention
 from tierkv import Client, Session
-from tierkv.benchmarks.decode import AT_BASE, FIXED, OBSERVED, QUARTER, UNOBSERVED
+from tierkv.benchmarks.decode import AT_BASE, FIXED, OBSERVED, PACKED, QUARTER, UNOBSERVED
 from tierkv.benchmarks.decode.arm import Arm, Dense, Held
 from tierkv.benchmarks.decode.plan import WARM_UP
 from tierkv.benchmarks.decode.watch import STEP, Span, Watch
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.model import AttachedModel
+from tierkv.regions import Region
 from tierkv.table import Kind
 from tierkv.transformers_cache import CHUNK_TOKENS, TieredCache
 
@@ -39,7 +40,7 @@ SETTLE_SECONDS = 10.0
 
 def budget_of(name: str, geometry: Geometry, tokens: int) -> int:
     """HBM bytes that a session of the arm may hold; 0: as many as it wants."""
-    if name.removesuffix(AT_BASE) == QUARTER:
+    if name.removesuffix(AT_BASE) in (QUARTER, PACKED):
         return max(LEAST_BUDGET_PAGES * geometry.page_bytes, tokens * geometry.token_bytes // BUDGET_SHARE)
     if name == FIXED:
         return FIXED_TOKENS * geometry.token_bytes
@@ -58,7 +59,8 @@ def open_session(
     """A session as the arm wants it for so many tokens, and how many of them a forward takes."""
     geometry = model.geometry(pages, client.page_tokens)
     budget = budget_of(name, geometry, tokens)
-    session = model.open(client, pages, ladder="tiered" if budget else "exact", hbm_budget=budget)
+    pins = {Region.USER.label: "attendable"} if name == PACKED else None
+    session = model.open(client, pages, ladder="tiered" if budget else "exact", hbm_budget=budget, pins=pins)
     session.observe_every = OBSERVED.get(name, NEVER if name == UNOBSERVED else session.observe_every)
     if not budget:
         return session, CHUNK_TOKENS

@@ -10,10 +10,11 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from tierkv.benchmarks.decode import DYNAMIC, FIXED, OBSERVED, UNOBSERVED
+from tierkv.benchmarks.decode import DYNAMIC, EXACT, FIXED, OBSERVED, PACKED, QUARTER, UNOBSERVED
 from tierkv.benchmarks.decode.records import Record, Run
 
 MIB = 2**20
+KINDS = ("exact", "low_bit", "cold")
 
 
 def render(records: Sequence[Record], run: Run) -> Group:
@@ -27,8 +28,10 @@ def _parts(records: Sequence[Record], run: Run) -> Iterator[Table | str]:
     observed = [one for one in run.more if one.arm in OBSERVED]
     if any(UNOBSERVED in one.ratio_to for one in observed):
         yield _observed(observed)
-    if fixed := [one for one in run.more if one.arm == FIXED]:
-        yield _fixed(fixed)
+    quarter = [one for one in records if one.arm == QUARTER and one.batch == 1]
+    budgets = [*quarter, *(one for one in run.more if one.arm in (PACKED, FIXED))]
+    if budgets:
+        yield _budgets(sorted(budgets, key=lambda one: one.arm))
     if run.prefill is not None:
         yield _prefill(run.prefill)
     if run.scaling is not None:
@@ -88,17 +91,18 @@ def _observed(records: Sequence[Record]) -> Table:
     return table
 
 
-def _fixed(records: Sequence[Record]) -> Table:
+def _budgets(records: Sequence[Record]) -> Table:
     table = _table(
-        "A budget that stays as it is while the context grows",
-        "context", "ms", f"x {DYNAMIC} (quartiles)", "HBM MiB", "host MiB", "attended MiB", "exact", "low-bit", "cold",
+        "Under a budget: a quarter, the same with the prompt pinned attendable, 512 tokens throughout",
+        "context", "arm", "ms", f"x {DYNAMIC}", "x exact", "HBM MiB", "host", "read",
+        "exact, low-bit, cold",
     )  # fmt: skip
     for one in records:
         pages = one.pages or {}
         table.add_row(
-            f"{one.context:,}", f"{one.ms_per_token:.1f}", _ratio(one), f"{one.kv_bytes / MIB:.1f}",
-            f"{one.host_bytes / MIB:.1f}", f"{one.attended_bytes / MIB:.1f}",
-            *(str(pages.get(kind, 0)) for kind in ("exact", "low_bit", "cold")),
+            f"{one.context:,}", one.arm, f"{one.ms_per_token:.1f}", f"{one.ratio_to_dynamic:.2f}",
+            _number(one.ratio_to.get(EXACT), 2), f"{one.kv_bytes / MIB:.1f}", f"{one.host_bytes / MIB:.1f}",
+            f"{one.attended_bytes / MIB:.1f}", ", ".join(str(pages.get(kind, 0)) for kind in KINDS),
         )  # fmt: skip
     return table
 

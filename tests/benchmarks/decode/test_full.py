@@ -88,6 +88,14 @@ def test_under_a_budget_no_more_is_held_than_that(ran: Ran) -> None:
                 assert one.pages["low_bit"] + one.pages["cold"] > 0 and one.host_bytes > 0
 
 
+def test_a_pinned_prompt_is_low_bit_where_another_would_leave(ran: Ran) -> None:
+    longest = {
+        one.arm: one.pages for one in (*ran.made.records, *ran.made.run.more) if one.context == CONTEXTS[-1]
+    }
+    pinned, free = longest["tierkv-25-packed"], longest["tierkv-25"]
+    assert pinned and free and pinned["low_bit"] >= free["low_bit"] and pinned["low_bit"] > pinned["cold"]
+
+
 def test_only_arms_of_pages_have_calls_and_the_traced_one_has_all_its_steps(ran: Ran) -> None:
     for one in (*ran.made.records, *ran.made.run.more):
         assert (one.blocked_ms is not None) == one.arm.startswith("tierkv")
@@ -111,12 +119,9 @@ def test_the_tables_fit_100_columns_and_name_every_arm(ran: Ran) -> None:
         console.print(table.render(ran.made.records, ran.made.run))
     shown = captured.get()
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 100
-    arms = {one.arm for one in (*ran.made.records, *ran.made.run.more)} - {
-        "tierkv-unobserved",
-        "tierkv-fixed",
-    }
+    arms = {one.arm for one in (*ran.made.records, *ran.made.run.more)} - {"tierkv-unobserved"}
     assert all(arm in shown for arm in arms)
-    assert "x unobserved" in shown and "A budget that stays" in shown and "read through pages" in shown
+    assert "x unobserved" in shown and "Under a budget" in shown and "read through pages" in shown
 
 
 def test_the_picture_is_drawn(ran: Ran, tmp_path: Path) -> None:
