@@ -9,8 +9,8 @@
 - `moves`, in GB/s of exact bytes: `smollm2-135m` and `8b`, each with `hbm_to_host` (copied and given a checksum),
   `host_to_hbm` (verified and copied), `checksum` (alone), `k3v2` (packed within HBM); each *figures* and `page_bytes`.
 - `decode`, a list by context, in milliseconds a token: `context` (tokens), `threads`, `omp_wait_policy`,
-  `prefill_seconds` by arm, `exact` and `budget` (*figures*), `budget_pages` (`exact`, `low_bit`, `tokens_in_host`)
-  and `budget_hbm_bytes`.
+  `prefill_seconds` by arm, `exact` and `budget` (*figures*), `budget_pages` (`exact`, `low_bit`, `cold`)
+  and `budget_hbm_bytes`; the whole of it is `tierkv bench decode` (`tierkv.benchmarks.decode`).
 - `policy`, in milliseconds of CPU time, beside all scores anew in numpy: `one_session` of 1,000,000 tokens, scored and
   its coldest 1,000 pages chosen; of 10,000 sessions of 1,000 tokens `all_changed` and `one_in_100_changed`, scored, and
   `choice`, the coldest 1,000 pages chosen. Each *figures* and `sessions`, `tokens` (of each) and `pages` (in all).

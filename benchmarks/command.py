@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import typer
 
+from tierkv.benchmarks.attention.command import attention
+from tierkv.benchmarks.decode.command import decode
 from tierkv.benchmarks.quant.command import facts, quant
 
 app = typer.Typer(no_args_is_help=True, help="Benchmarks, each figure beside its peer's.")
 
 app.command()(quant)
 app.command()(facts)
+app.command()(decode)
+app.command()(attention)

