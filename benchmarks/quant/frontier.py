@@ -18,6 +18,9 @@ MOST_BITS = 9.0
 CHARACTER, LINE_HEIGHT = 6.2, 12.0
 """Points that a character of a label takes, and a label's height."""
 
+LEFT = 0.105
+"""Where the axes begin, as a part of the width: labels of KL such as 0.005, and what they are, fit before it."""
+
 TICKS = (2, 2.25, 2.5, 2.75, 3, 3.5, 4, 5, 6, 8)
 DPI = 160
 
@@ -62,10 +65,10 @@ def draw(records: Sequence[Record], file: Path) -> None:
     drawn = [one for one in records if one.bits_per_value <= MOST_BITS and one.kl > 0]
     figure = Figure(figsize=(9.2, 6.2))
     FigureCanvasAgg(figure)
-    figure.subplots_adjust(left=0.095, right=0.975, top=0.83, bottom=0.145)
-    figure.text(0.095, 0.94, "What low-bit K/V costs a model", fontsize=15, weight="bold", color=INK)
+    figure.subplots_adjust(left=LEFT, right=0.975, top=0.83, bottom=0.145)
+    figure.text(LEFT, 0.94, "What low-bit K/V costs a model", fontsize=15, weight="bold", color=INK)
     figure.text(
-        0.095, 0.883,
+        LEFT, 0.883,
         f"{run.model}, {len(run.inputs)} inputs of {max(run.context):,} cached tokens, all but the first {run.sinks} "
         f"and last {run.recent} packed; the next {run.forced} tokens\ncompared with those over the exact cache. Bars: "
         "95% interval over inputs. Lower and further left is better.",
@@ -75,12 +78,14 @@ def draw(records: Sequence[Record], file: Path) -> None:
         _points(figure.add_subplot(), drawn)
     if left_out := [one for one in records if one not in drawn]:
         names = ", ".join(f"{one.codec} ({one.bits_per_value:.1f} bits, KL {one.kl:.1g})" for one in left_out)
-        figure.text(0.095, 0.02, f"Not drawn: {names}", fontsize=8, color=FAINT)
+        figure.text(LEFT, 0.02, f"Not drawn: {names}", fontsize=8, color=FAINT)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=DPI)
 
 
 def _points(axes: Axes, drawn: Sequence[Record]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     bits = [one.bits_per_value for one in drawn]
     low = min(max(one.kl_low, one.kl / 10) for one in drawn)
     axes.set_yscale("log")
@@ -108,7 +113,9 @@ def _points(axes: Axes, drawn: Sequence[Record]) -> None:
         )  # fmt: skip
     _labels(axes, best, left=True)
     _labels(axes, [one for one in drawn if one not in best], left=False)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("bits a value, all metadata counted", color=FAINT)
     axes.set_ylabel("KL(exact || packed), nats a token", color=FAINT)
     axes.tick_params(colors=FAINT, which="both")

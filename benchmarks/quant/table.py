@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
@@ -21,11 +22,7 @@ def render(records: Sequence[Record]) -> Group:
     return Group(
         _quality(records),
         _speed(records),
-        *(
-            []
-            if run.facts_exact is None
-            else [f"Facts over the exact cache: {run.facts_exact} of {records[0].facts_asked}"]
-        ),
+        *facts,
         *skipped,
         f"Inputs: {escape('; '.join(run.inputs))}",
         f"Fitted on: {escape('; '.join(run.calibration))}",
@@ -37,11 +34,11 @@ def _quality(records: Sequence[Record]) -> Table:
     run = records[0].run
     least, most = min(run.context), max(run.context)
     tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    table = Table(
-        title=f"{run.model}, {len(run.inputs)} inputs of {tokens} cached tokens: what {run.forced} next tokens lose "
+    table = _table(
+        f"{run.model}, {len(run.inputs)} inputs of {tokens} cached tokens: what {run.forced} next tokens lose "
         f"(first {run.sinks} and last {run.recent} exact)"
     )
-    columns = ["form", "bits", "KL, nats", "x KIVI-G32", "lower on", "top-1", "dNLL", "attention error"]
+    columns = ["form", "bits", "KL, nats", "x KIVI-G32", "lower on", "top-1", "dNLL", "attn.\nerror"]
     asked = run.facts_exact is not None
     for name in [*columns, "facts"] if asked else columns:
         table.add_column(name, justify="left" if name == "form" else "right")
@@ -51,19 +48,19 @@ def _quality(records: Sequence[Record]) -> Table:
             f"{one.bits_per_value:.2f}",
             _interval(one.kl, one.kl_low, one.kl_high, 3),
             _interval(one.kl_ratio, one.kl_ratio_low, one.kl_ratio_high, 2),
-            f"{one.kl_wins} of {len(run.inputs)}",
+            f"{one.kl_wins}/{len(run.inputs)}",
             _interval(one.top1, one.top1_low, one.top1_high, 3),
             _interval(one.dnll, one.dnll_low, one.dnll_high, 3),
             f"{one.attn_error:.4f}",
-            *([f"{one.facts} of {one.facts_asked}"] if asked else []),
+            *([f"{one.facts}/{one.facts_asked}"] if asked else []),
         )
     return table
 
 
 def _speed(records: Sequence[Record]) -> Table:
     run = records[0].run
-    table = Table(
-        title="GB/s of exact bytes on one thread (x memcpy), and attention in place over "
+    table = _table(
+        "GB/s of exact bytes on one thread (x memcpy), and attention in place over "
         f"{run.attention_tokens:,} tokens, ms a token (x exact pages): float32; one bfloat16 layer of an 8B model"
     )
     for name in ("form", "encode", "decode", "attention", "8B encode", "8B decode", "8B attention"):
@@ -83,5 +80,10 @@ def _speed(records: Sequence[Record]) -> Table:
     return table
 
 
+def _table(title: str) -> Table:
+    """Narrow: both tables fit in 100 columns."""
+    return Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+
+
 def _interval(value: float, low: float, high: float, digits: int) -> str:
-    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{value:.{digits}f}\n[dim]{low:.{digits}f}..{high:.{digits}f}[/]"

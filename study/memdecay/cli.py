@@ -73,13 +73,20 @@ def write(file: Path, value: object) -> None:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
 
 
+PIPED_WIDTH = 100
+"""Columns of tables that go to a file or another program, where nobody says how many there are."""
+
+
 def show(as_json: bool, value: object, rendered: Callable[[], Any]) -> None:
     from rich.console import Console
 
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(value)).decode())
     else:
-        Console().print(rendered())
+        console = Console()
+        if not console.is_terminal:
+            console.width = max(console.width, PIPED_WIDTH)
+        console.print(rendered())
 
 
 @contextlib.contextmanager

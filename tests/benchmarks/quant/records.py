@@ -33,10 +33,10 @@ def record_of(
     )  # fmt: skip
 
 
-def show(found: Sequence[records.Record]) -> str:
+def show(found: Sequence[records.Record], width: int = 200) -> str:
     from rich.console import Console
 
-    console = Console(width=200)
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(table.render(found))
     return captured.get()

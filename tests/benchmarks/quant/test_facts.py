@@ -120,7 +120,7 @@ def test_a_form_without_loss_answers_as_the_exact_cache_and_one_that_forgets_doe
 def test_the_table_of_a_run_has_facts_only_if_they_were_asked() -> None:
     assert "facts" not in show([record_of("k3v2", 2.65625, 0.1)]).lower()
     shown = show([record_of("k3v2", 2.65625, 0.1, facts=23)])
-    assert "23 of 24" in shown and "Facts over the exact cache: 24 of 24" in shown
+    assert "23/24" in shown and "Facts over the exact cache: 24 of 24" in shown
 
 
 def test_the_table_of_facts_names_what_was_missed() -> None:
