@@ -56,14 +56,6 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @kernel()
-def _line_of_floats(size: int) -> Floats:
-    """Zeros that begin where a cache line does, so that no vector of them lies across two."""
-    room = np.zeros(size + LANES, np.float32)
-    skip = (-room.ctypes.data // 4) % LANES
-    return room[skip : skip + size]
-
-
-@kernel()
 def live_channels(head_dim: int, state: Floats, record: int) -> int:
     """Channels up to the last one that has bits."""
     live = 0
@@ -163,8 +155,8 @@ def encode_page(words: Words, kind: int, count: int, state: Floats, packed: Byte
     is_bfloat16 = kind == BFLOAT16
     tiles = (count + LANES - 1) // LANES
     size = LANES * head_dim
-    rows, columns = _line_of_floats(tiles * size), _line_of_floats(size)
-    coefficients = _line_of_floats(tiles * size)
+    rows, columns = np.zeros(tiles * size, np.float32), np.empty(size, np.float32)
+    coefficients = np.empty(tiles * size, np.float32)
     gains = np.zeros((tiles, LANES), np.float32)
     along, energy = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     factors, ones, zeros = (
@@ -248,7 +240,7 @@ def decode_page(packed: Bytes, count: int, state: Floats, words: Words, kind: in
     """Unpack the first `count` tokens into `words` and zero the others."""
     layers, _, heads, tokens, head_dim = words.shape
     groups, size = head_dim // GROUP, LANES * head_dim
-    levels, columns, rows = _line_of_floats(size), _line_of_floats(size), _line_of_floats(size)
+    levels, columns, rows = np.zeros(size, np.float32), np.empty(size, np.float32), np.zeros(size, np.float32)
     ones, gains = np.ones(head_dim, np.float32), np.zeros(LANES, np.float32)
     flat = words.reshape(words.size)
     for layer in range(layers):
