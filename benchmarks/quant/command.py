@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tierkv.benchmarks.needs import require
+from tierkv.outputs import check_writable
 from tierkv.terminal import plain_errors
 
 Forms = Annotated[
@@ -45,6 +46,7 @@ def quant(
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
         require()
+        check_writable(out, plot)
         from tierkv.benchmarks.quant.inputs import find_data
 
         folder = find_data(data)
@@ -74,6 +76,7 @@ def facts(
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         require()
+        check_writable(out)
         from tierkv.benchmarks.quant.inputs import find_data
 
         folder = find_data(data)
