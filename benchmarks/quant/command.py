@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +60,8 @@ def quant(
 
         planned = plan(codec or (), count, folder, quick, with_facts)
         with progress() as told:
-            records = bench.run(planned, Parts(out.with_suffix(".parts"), resume), *load_smollm2(), told)
+            kept = partial(Parts, out.with_suffix(".parts"), resume=resume)
+            records = bench.run(planned, kept, *load_smollm2(), told)
         write(out, records)
         frontier.draw(records, plot)
         show(False, records, lambda: table.render(records))
