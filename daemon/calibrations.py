@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
+
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.quant import moments
@@ -38,6 +40,8 @@ class Calibrations:
                 if not self._is_of(file, model_id, geometry):
                     continue
                 state = codec.fit_moments(geometry, moments.load(file)[0])
+                if not np.isfinite(state).all():
+                    raise ConfigError(f"the state of {codec.name} from {file} is not finite; {moments.REDO}")
             except (ConfigError, ValueError) as error:
                 log.warning("a calibration is left out: %s", error)
                 continue
@@ -49,11 +53,17 @@ class Calibrations:
         return None
 
     def _files(self) -> list[Path]:
-        if self._place is None or not self._place.exists():
+        if self._place is None:
             return []
-        if self._place.is_file():
-            return [self._place]
-        return sorted(self._place.glob("*.npz"), key=_written, reverse=True)
+        try:
+            if not self._place.exists():
+                return []
+            if self._place.is_file():
+                return [self._place]
+            return sorted(self._place.glob("*.npz"), key=_written, reverse=True)
+        except OSError as error:
+            log.warning("calibrations cannot be looked for: %s", error)
+            return []
 
     def _is_of(self, file: Path, model_id: str, geometry: Geometry) -> bool:
         about = moments.read_about(file)
@@ -70,9 +80,15 @@ class Calibrations:
 
 def check(place: Path) -> None:
     """Raises `ConfigError` where the place was named and is not there, or is a file that is no calibration."""
-    if not place.exists():
+    try:
+        exists, is_file = place.exists(), place.is_file()
+    except OSError as error:
+        raise ConfigError(
+            f"calibration = {place} cannot be looked into: {error}; let the daemon's user read it"
+        ) from error
+    if not exists:
         raise ConfigError(f"calibration = {place} does not exist; name a file or folder of tierkv calibrate")
-    if place.is_file():
+    if is_file:
         moments.read_about(place)
 
 

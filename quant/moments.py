@@ -38,7 +38,7 @@ _UNEVEN = 1e-4
 """How far a symmetric matrix may differ from its transpose, of its largest entry."""
 
 _DAMAGE = (
-    ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, msgspec.MsgspecError,
+    ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error, msgspec.MsgspecError,
 )  # fmt: skip
 """What reading a file of other bytes can raise."""
 

@@ -12,6 +12,7 @@ import typer
 
 from tierkv import folders
 from tierkv.errors import ConfigError
+from tierkv.outputs import check_writable
 from tierkv.terminal import plain_errors
 
 if TYPE_CHECKING:
@@ -63,8 +64,9 @@ def calibrate(
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
         if dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"--dtype {dtype}: take auto, float32, bfloat16 or float16")
-        if out is not None and out.is_dir():
-            raise ConfigError(f"--out {out} is a folder; name a file in it")
+        if out is not None:
+            check_writable(out)
+        from tierkv import model_support
         from tierkv.quant.moments import save
         from tierkv.study.replay import load_model  # torch and transformers: seconds
 
@@ -72,10 +74,14 @@ def calibrate(
         texts = _texts(loaded, tokenizer, text or [], data)
         try:
             loaded = loaded.to(device)
-        except RuntimeError as error:
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as error:  # the latter from a torch that was built without the device
             raise ConfigError(f"--device {device}: {error}") from error
+        file = out or default_file(model_support.model_id(loaded))
+        check_writable(file)
         moments, about = observe_model(loaded, texts)
-        file = out or default_file(about.model_id)
         save(file, moments, about)
         print(f"written to {file}")
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tierkv.benchmarks.needs import require
+from tierkv.outputs import check_writable
 from tierkv.terminal import plain_errors
 
 
@@ -35,6 +36,7 @@ def attention(
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
         require("transformers")
+        check_writable(out)
         from tierkv.benchmarks.attention import run, table  # torch and transformers: seconds
         from tierkv.benchmarks.parts import Parts
         from tierkv.study.memdecay.cli import progress, show, write

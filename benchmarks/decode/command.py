@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tierkv.benchmarks.needs import require
+from tierkv.outputs import check_writable
 from tierkv.terminal import plain_errors
 
 
@@ -44,6 +45,7 @@ def decode(
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
         require()
+        check_writable(out, plot)
         from tierkv.benchmarks.decode.plan import plan
 
         planned = plan(contexts or (), batch or (), arm or (), steps, quick, pages, codec, prefills)  # type: ignore[arg-type]

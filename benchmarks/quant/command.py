@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tierkv.benchmarks.needs import require
+from tierkv.outputs import check_writable
 from tierkv.terminal import plain_errors
 
 Forms = Annotated[
@@ -45,6 +47,7 @@ def quant(
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
         require()
+        check_writable(out, plot)
         from tierkv.benchmarks.quant.inputs import find_data
 
         folder = find_data(data)
@@ -57,7 +60,8 @@ def quant(
 
         planned = plan(codec or (), count, folder, quick, with_facts)
         with progress() as told:
-            records = bench.run(planned, Parts(out.with_suffix(".parts"), resume), *load_smollm2(), told)
+            kept = partial(Parts, out.with_suffix(".parts"), resume=resume)
+            records = bench.run(planned, kept, *load_smollm2(), told)
         write(out, records)
         frontier.draw(records, plot)
         show(False, records, lambda: table.render(records))
@@ -74,6 +78,7 @@ def facts(
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         require()
+        check_writable(out)
         from tierkv.benchmarks.quant.inputs import find_data
 
         folder = find_data(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,17 +31,23 @@ if TYPE_CHECKING:
 
 EIGHT_B_QUERY_HEADS = 32
 
+Keep = Callable[[Sequence[Text]], Parts]
+
 
 def run(
-    plan: Plan, parts: Parts, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, told: Told
+    plan: Plan, keep: Keep, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, told: Told
 ) -> list[Record]:
-    """A record a form. Losses that `parts` holds are taken from there."""
+    """A record a form. Losses that `keep` opens are taken from there.
+
+    Args:
+        keep: the losses by the texts that forms are fitted on.
+    """
     texts = read(REPORT, tokenizer, plan.data, plan.context, plan.inputs)
     host = machine()
     told(0, len(texts), "reading the calibration texts")
     others, seen = calibrated(plan, model, tokenizer)
     found, skipped = forms.build(plan.names, seen)
-    losses = _quality(model, texts, found, parts, told)
+    losses = _quality(model, texts, found, keep(others), told)
     known = facts.ask(model, tokenizer, found, load_episodes(), told) if plan.facts else {}
     told(len(texts), len(texts), "speed")
     here = _speeds(found, seen, model.config.num_attention_heads, plan.quick)

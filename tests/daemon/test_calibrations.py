@@ -105,6 +105,32 @@ def test_a_file_that_cannot_be_used_is_named_in_the_log_and_an_earlier_one_count
     assert caplog.messages[1] == f"model {MODEL} is {UNCALIBRATED}"
 
 
+def test_a_state_that_is_not_finite_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Overflows(FromMoments):
+        def fit_moments(self, geometry: Geometry, moments: Moments) -> Floats:
+            return super().fit_moments(geometry, moments) * np.float32(np.inf)
+
+    write(tmp_path / "a.npz", 0.25)
+    found = Calibrations(tmp_path)
+    assert found.fit(Overflows(), MODEL, GEOMETRY) is None
+    assert found.fits == {MODEL: UNCALIBRATED}
+    assert "a.npz" in caplog.messages[0] and "not finite" in caplog.messages[0]
+
+
+def test_a_place_that_may_not_be_looked_into_holds_no_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied(self: Path, **_: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    place = tmp_path / "private" / "calibrations"
+    monkeypatch.setattr(Path, "stat", denied)
+    assert fitted(place) == (None, UNCALIBRATED)
+    assert "Permission denied" in caplog.messages[0]
+    with pytest.raises(ConfigError, match=r"cannot be looked into.*Permission denied"):
+        calibrations.check(place)
+
+
 def test_a_place_that_is_named_must_be_there_and_hold_what_it_says(tmp_path: Path) -> None:
     calibrations.check(tmp_path)
     calibrations.check(write(tmp_path / "a.npz", 0.5))

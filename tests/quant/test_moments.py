@@ -77,6 +77,16 @@ def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
         load(path)
 
 
+def test_a_file_whose_damage_reads_as_a_password_is_not_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    save(path, random_moments(), ABOUT)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] |= 1  # a flag of the first entry in zip's directory: encrypted
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="not a whole calibration"):
+        read_about(path)
+
+
 def test_files_of_others_are_refused_by_name(tmp_path: Path) -> None:
     text, array, archive, pickled = (tmp_path / name for name in ("t.npz", "n.npz", "z.npz", "p.npz"))
     text.write_text("moments")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from tests.tierkv.chat_tokenizer import SIZE, tokenizer
@@ -88,6 +88,18 @@ def test_what_cannot_be_calibrated_is_refused_in_one_sentence(folder: Path, tmp_
         assert (done.exit_code, said in done.stderr) == (code, True), (arguments, done.output)
         assert "Traceback" not in done.output
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_device_that_torch_was_built_without_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to(*_: object) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")  # as torch raises it
+
+    (tmp_path / "good.txt").write_text(TEXT)
+    monkeypatch.setattr(LlamaForCausalLM, "to", to)
+    done = calibrate("--model", folder, "--device", "cuda", "--text", tmp_path / "good.txt")
+    assert (done.exit_code, "--device cuda: Torch not compiled" in done.stderr) == (2, True), done.output
 
 
 def test_a_files_name_is_the_end_of_the_models(folder: Path, tmp_path: Path) -> None:
