@@ -57,7 +57,7 @@ def test_the_straddling_layout_fills_every_page(world: World) -> None:
 
 
 def test_a_new_owner_is_told_of_an_open_page_only_while_it_has_room(world: World) -> None:
-    """A full one may be low-bit or cold by now: a fork that copied it, or tokens after a crop, would find other bytes."""
+    """A full one may be low-bit or cold by now: a fork that copied it would find other bytes."""
     world.service()
     client = world.client()
     session = client.open(SMALL, "m")
