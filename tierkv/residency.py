@@ -83,10 +83,11 @@ class Residency:
     def state(self, session: int, horizon: int) -> TableState:
         """Tokens `[0, horizon)` as a new owner adopts them. Pages of later tokens are blanks again."""
         rows = self.table.entries(horizon)
+        is_open = len(rows) > self._sealed_rows and rows[-1].count < self.geometry.page_tokens
         blanks = [BlankPage(page, offset) for page, offset in self.table.after(horizon)]
         return TableState(
             session, self.version, horizon, rows, blanks + list(self.blanks), self._codec_state,
-            len(rows) > self._sealed_rows,
+            is_open,
         )  # fmt: skip
 
     # Plans -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def _quality(records: Sequence[Record]) -> Table:
         f"{run.model}, {len(run.inputs)} inputs of {tokens} cached tokens: what {run.forced} next tokens lose "
         f"(first {run.sinks} and last {run.recent} exact)"
     )
-    columns = ["form", "bits", "KL, nats", "x KIVI-G32", "lower on", "top-1", "dNLL", "attn.\nerror"]
+    columns = ["form", "bits", "KL, nats", "x KIVI-\nG32", "lower\non", "top-1", "dNLL", "attn.\nerror"]
     asked = run.facts_exact is not None
     for name in [*columns, "facts"] if asked else columns:
         table.add_column(name, justify="left" if name == "form" else "right")
@@ -51,7 +51,7 @@ def _quality(records: Sequence[Record]) -> Table:
             f"{one.kl_wins}/{len(run.inputs)}",
             _interval(one.top1, one.top1_low, one.top1_high, 3),
             _interval(one.dnll, one.dnll_low, one.dnll_high, 3),
-            f"{one.attn_error:.4f}",
+            f"{one.attn_error:.3f}",
             *([f"{one.facts}/{one.facts_asked}"] if asked else []),
         )
     return table
@@ -72,8 +72,8 @@ def _speed(records: Sequence[Record]) -> Table:
                 cells += [""] * 3
                 continue
             cells += [
-                f"{part.encode_gbps:.2f} ({part.encode_memcpy:.3f})",
-                f"{part.decode_gbps:.2f} ({part.decode_memcpy:.3f})",
+                f"{part.encode_gbps:.2f} ({part.encode_memcpy:.2f})",
+                f"{part.decode_gbps:.2f} ({part.decode_memcpy:.2f})",
                 "" if part.attention_ms is None else f"{part.attention_ms:.2f} ({part.attention_ratio:.2f})",
             ]
         table.add_row(one.codec if one.peer else f"[bold]{one.codec}[/]", *cells)

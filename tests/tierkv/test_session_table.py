@@ -56,6 +56,19 @@ def test_the_straddling_layout_fills_every_page(world: World) -> None:
     assert settled(client, session)["tokens"] == 35
 
 
+def test_a_new_owner_is_told_of_an_open_page_only_while_it_has_room(world: World) -> None:
+    """A full one may be low-bit or cold by now: a fork that copied it would find other bytes."""
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    for tokens, is_open in ((10, True), (6, False), (16, False), (5, True), (11, False)):
+        step(client, session, 1, tokens)
+        handed = session.state()[0].table
+        assert (handed.length, handed.tail_open) == (session.length, is_open)
+    session.crop(40)  # a full page that is read short stays full
+    assert session.state()[0].table.tail_open is False
+
+
 def test_an_unknown_region_is_refused_where_it_is_named(world: World) -> None:
     world.service()
     session = world.client().open(SMALL, "m")
