@@ -19,7 +19,7 @@ from tierkv.attention.cold import (
     read,
     wants_audit,
 )
-from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdSeen, Pages, PoolView
+from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdSeen, Pages, PoolView, Scale
 from tierkv.attention.decode_kernels import decode as decode_kernel
 from tierkv.attention.layer_view import layer_view, words_of
 from tierkv.attention.mass_kernels import add_page_mass, add_token_mass
@@ -29,6 +29,7 @@ from tierkv.attention.prefill import BLOCK_TOKENS, Block, Blocks, attend
 from tierkv.numba_setup import ensure_threading_layer, thread_count
 
 NO_MASS = np.zeros(0, np.float32)
+NO_SINKS = np.zeros(0, np.float32)
 NO_PAGES = np.zeros((0, 0), np.float32)
 NO_LOGITS = np.zeros((0, 0, 0), np.float32)
 
@@ -101,6 +102,7 @@ class CpuAttention:
         self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
         page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
         cold: Cold | None = None, seen: ColdSeen | None = None,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
         rows, q_heads, head_dim = query.shape
         geometry = pool.geometry
@@ -111,17 +113,17 @@ class CpuAttention:
         page_tops, page_totals = scratch.page_sums(count) if by_page else (NO_PAGES, NO_PAGES)
         out = np.empty((rows, q_heads, head_dim), np.float32)
         log_sum_exp = np.empty((rows, q_heads), np.float32)
-        view = layer_view(pool, layer)
+        view, to_logits = layer_view(pool, layer), _scale(scale, softcap)
         decode_kernel(
             _floats(query), view.words, view.packed, view.is_bfloat16, view.code, view.state,
-            view.middle, view.layer, view.num_layers, geometry.num_kv_heads, np.float32(scale),
-            pages.offsets, pages.kinds, pages.counts, pages.row_starts,
+            view.middle, view.layer, view.num_layers, geometry.num_kv_heads, to_logits,
+            pages.offsets, pages.kinds, pages.counts, pages.row_starts, NO_SINKS if sinks is None else _floats(sinks),
             *scratch.arrays, page_tops, page_totals, logits, out, log_sum_exp,
         )  # fmt: skip
         if cold is not None:
             self._attend_cold(
-                _floats(query), pool, layer, scale, scratch.arrays, token_mass, cold, seen, out, log_sum_exp
-            )
+                _floats(query), pool, layer, to_logits, scratch.arrays, token_mass, cold, seen, out, log_sum_exp
+            )  # fmt: skip
         if token_mass is not None:
             add_token_mass(
                 logits, pages.counts, pages.token_starts, pages.row_starts, log_sum_exp, thread_count(),
@@ -135,12 +137,17 @@ class CpuAttention:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
         layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
         cold: Cold | None = None, seen: ColdSeen | None = None,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
+        to_logits = _scale(scale, softcap)
+
         def earlier() -> Iterator[Block]:
             return self._blocks(pool, pages, layer)
 
         if cold is None:
-            return attend(query, keys, values, scale, earlier, pages.total_tokens, token_mass, window)
+            return attend(
+                query, keys, values, to_logits, sinks, earlier, pages.total_tokens, token_mass, window
+            )
         q_heads, chunk, head_dim = query.shape
         heads = pool.geometry.num_kv_heads
         hbm_log = np.empty((1, q_heads), np.float32)
@@ -151,21 +158,23 @@ class CpuAttention:
             asking = min(CHOOSING_QUERIES, chunk)
             asked = _floats(grouped[:, :, -asking:]).reshape(1, q_heads * asking, head_dim)
             logs = _floats(log_sum_exp[:, :, -asking:]).reshape(1, q_heads * asking)
-            choice = look(self._cold_scratch(), asked, pool, cold, layer, scale, logs, asking, seen)
+            choice = look(self._cold_scratch(), asked, pool, cold, layer, to_logits, logs, asking, seen)
             union = gather(cold.pages, np.unique(choice.pages))
             return lambda: self._blocks(kernel_view(cold.host), union, layer)
 
-        got = attend(query, keys, values, scale, earlier, pages.total_tokens, token_mass, window, named)
+        got = attend(
+            query, keys, values, to_logits, sinks, earlier, pages.total_tokens, token_mass, window, named
+        )
         if wants_audit(seen):
             arrays = self._scratch(1, q_heads, heads, head_dim, pool.geometry.page_tokens).arrays
             audit(
-                self._cold_scratch(), arrays, _floats(query[:, -1]).reshape(1, q_heads, head_dim), cold, layer, scale,
-                hbm_log, _floats(got.log_sum_exp[:, -1]).reshape(1, q_heads), seen,
+                self._cold_scratch(), arrays, _floats(query[:, -1]).reshape(1, q_heads, head_dim), cold, layer,
+                to_logits, hbm_log, _floats(got.log_sum_exp[:, -1]).reshape(1, q_heads), seen,
             )  # fmt: skip
         return got
 
     def _attend_cold(
-        self, query: Floats, pool: PoolView, layer: int, scale: float, arrays: Arrays,
+        self, query: Floats, pool: PoolView, layer: int, scale: Scale, arrays: Arrays,
         token_mass: NDArray[np.float32] | None, cold: Cold, seen: ColdSeen | None, out: Floats, log_sum_exp: Floats,
     ) -> None:  # fmt: skip
         """Estimate and read the rows' cold pages; `out` and `log_sum_exp` hold what lies in HBM, and get the rest."""
@@ -206,6 +215,11 @@ class CpuAttention:
         if scratch is None or scratch.shape != shape:
             scratch = self._local.scratch = Scratch(*shape)
         return scratch
+
+
+def _scale(factor: float, cap: float) -> Scale:
+    """As the kernels are compiled for it."""
+    return Scale(np.float32(factor), np.float32(cap))
 
 
 def _floats(tensor: torch.Tensor) -> Floats:
