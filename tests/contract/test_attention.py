@@ -130,8 +130,8 @@ def softmax_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Dense float64 attention: output `[q_heads, queries, head_dim]`, log-sum-exp, probabilities.
 
-    With `causal_from`, key `causal_from + i` is hidden from queries before `i`. A sink is one more key, of that logit and
-    with a value of zeros, whose probability is left out.
+    With `causal_from`, key `causal_from + i` is hidden from queries before `i`. A sink is one more key, of that logit
+    and with a value of zeros, whose probability is left out.
     """
     out, logs, probabilities = [], [], []
     group = query.shape[0] // keys.shape[0]
