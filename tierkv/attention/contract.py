@@ -107,8 +107,8 @@ Picked on SmolLM2's recall probes, beside each query's own choice and the mean o
 class Scale(NamedTuple):
     """What makes a logit of a query's product with a key."""
 
-    factor: float | np.float32  # float32 where kernels are given it
-    cap: float | np.float32  # of `cap * tanh(logit / cap)`; 0: none
+    factor: float
+    cap: float  # of `cap * tanh(logit / cap)`; 0: none
 
 
 class Attended(NamedTuple):

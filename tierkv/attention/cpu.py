@@ -113,7 +113,7 @@ class CpuAttention:
         page_tops, page_totals = scratch.page_sums(count) if by_page else (NO_PAGES, NO_PAGES)
         out = np.empty((rows, q_heads, head_dim), np.float32)
         log_sum_exp = np.empty((rows, q_heads), np.float32)
-        view, to_logits = layer_view(pool, layer), _scale(scale, softcap)
+        view, to_logits = layer_view(pool, layer), _float32(Scale(scale, softcap))
         decode_kernel(
             _floats(query), view.words, view.packed, view.is_bfloat16, view.code, view.state,
             view.middle, view.layer, view.num_layers, geometry.num_kv_heads, to_logits,
@@ -139,7 +139,8 @@ class CpuAttention:
         cold: Cold | None = None, seen: ColdSeen | None = None,
         softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
-        to_logits = _scale(scale, softcap)
+        to_logits = Scale(scale, softcap)
+        in_kernels = _float32(to_logits)
 
         def earlier() -> Iterator[Block]:
             return self._blocks(pool, pages, layer)
@@ -158,7 +159,7 @@ class CpuAttention:
             asking = min(CHOOSING_QUERIES, chunk)
             asked = _floats(grouped[:, :, -asking:]).reshape(1, q_heads * asking, head_dim)
             logs = _floats(log_sum_exp[:, :, -asking:]).reshape(1, q_heads * asking)
-            choice = look(self._cold_scratch(), asked, pool, cold, layer, to_logits, logs, asking, seen)
+            choice = look(self._cold_scratch(), asked, pool, cold, layer, in_kernels, logs, asking, seen)
             union = gather(cold.pages, np.unique(choice.pages))
             return lambda: self._blocks(kernel_view(cold.host), union, layer)
 
@@ -169,7 +170,7 @@ class CpuAttention:
             arrays = self._scratch(1, q_heads, heads, head_dim, pool.geometry.page_tokens).arrays
             audit(
                 self._cold_scratch(), arrays, _floats(query[:, -1]).reshape(1, q_heads, head_dim), cold, layer,
-                to_logits, hbm_log, _floats(got.log_sum_exp[:, -1]).reshape(1, q_heads), seen,
+                in_kernels, hbm_log, _floats(got.log_sum_exp[:, -1]).reshape(1, q_heads), seen,
             )  # fmt: skip
         return got
 
@@ -217,9 +218,9 @@ class CpuAttention:
         return scratch
 
 
-def _scale(factor: float, cap: float) -> Scale:
+def _float32(scale: Scale) -> Scale:
     """As the kernels are compiled for it."""
-    return Scale(np.float32(factor), np.float32(cap))
+    return Scale(*(np.float32(number) for number in scale))  # type: ignore[arg-type]
 
 
 def _floats(tensor: torch.Tensor) -> Floats:

@@ -113,7 +113,7 @@ def scale_row(row: Floats, factor: np.float32) -> None:
 
 
 @kernel()
-def capped(x: np.float32, cap: float | np.float32) -> np.float32:
+def capped(x: np.float32, cap: float) -> np.float32:
     """cap * tanh(x / cap), from `exp_negative` so that loops over it vectorize."""
     e = exp_negative(-abs(TWO * x / cap))
     size = cap * (ONE - e) / (ONE + e)
