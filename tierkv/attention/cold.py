@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.attention.cold_kernels import add_read_mass, audit_pages, read_in_place
-from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, Pages, PoolView
+from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, Pages, PoolView, Scale
 from tierkv.attention.estimate_kernels import estimate
 from tierkv.attention.layer_view import LayerView, LayerViews
 from tierkv.attention.online_softmax import Floats
@@ -85,7 +85,7 @@ def gather(pages: ColdPages, which: NDArray[np.int64]) -> Pages:
 
 
 def look(
-    scratch: ColdScratch, query: Floats, pool: PoolView, cold: Cold, layer: int, scale: float, log_sum_exp: Floats,
+    scratch: ColdScratch, query: Floats, pool: PoolView, cold: Cold, layer: int, scale: Scale, log_sum_exp: Floats,
     queries: int, seen: ColdSeen | None,
 ) -> Choice:  # fmt: skip
     """Estimate all cold pages, add to `seen.estimates`, and choose: nothing, at a layer without digests.
@@ -110,7 +110,7 @@ def look(
     record_bytes = digest_shape(geometry, pool.digest_layers).record_bytes
     estimate(
         query, np.asarray(pool.data), cold.pages.digests, cold.pages.counts, cold.pages.row_starts,
-        (layer - first_layer) * geometry.num_kv_heads * record_bytes, geometry.num_kv_heads, np.float32(scale),
+        (layer - first_layer) * geometry.num_kv_heads * record_bytes, geometry.num_kv_heads, scale,
         log_sum_exp, queries, cold.read,
         scratch.floats("decoded", thread_count(), 2, dim),
         scratch.floats("estimates", columns, count), scratch.floats("shares", columns, count),
@@ -130,7 +130,7 @@ def _everything(row_starts: NDArray[np.int64], kv_heads: int) -> Choice:
 
 def read(
     scratch: ColdScratch, arrays: Arrays, query: Floats, cold: Cold, choice: Choice,
-    layer: int, scale: float, token_mass: NDArray[np.float32] | None, out: Floats, log_sum_exp: Floats,
+    layer: int, scale: Scale, token_mass: NDArray[np.float32] | None, out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
     """Attend the chosen pages in place and merge them into `out` and `log_sum_exp`; `arrays` as `decode` has them."""
     if not len(choice.pages):
@@ -144,7 +144,7 @@ def read(
     kept = scratch.floats("kept", kept_units, q_heads, geometry.page_tokens)
     read_in_place(
         query, view.words, view.packed, view.is_bfloat16, view.code, view.state, view.middle,
-        view.layer, view.num_layers, geometry.num_kv_heads, np.float32(scale),
+        view.layer, view.num_layers, geometry.num_kv_heads, scale,
         units.offsets, units.kinds, units.counts, choice.starts, *arrays, tops, totals, kept,
         scratch.floats("part", group, dim), scratch.floats("part_log", group), out, log_sum_exp,
     )  # fmt: skip
@@ -156,7 +156,7 @@ def read(
 
 
 def audit(
-    scratch: ColdScratch, arrays: Arrays, query: Floats, cold: Cold, layer: int, scale: float,
+    scratch: ColdScratch, arrays: Arrays, query: Floats, cold: Cold, layer: int, scale: Scale,
     hbm_log: Floats, attended_log: Floats, seen: ColdSeen | None,
 ) -> None:  # fmt: skip
     """Add the true shares, if `seen` asks for them; `hbm_log`, `attended_log` `[rows, q_heads]`."""
@@ -165,7 +165,7 @@ def audit(
     assert seen is not None
     blocks, weights, low_query, low_bias, *_ = arrays
     audit_pages(
-        query, *scratch.host(cold.host, layer), cold.host.geometry.num_kv_heads, np.float32(scale),
+        query, *scratch.host(cold.host, layer), cold.host.geometry.num_kv_heads, scale,
         cold.pages.offsets, cold.pages.kinds, cold.pages.counts, cold.pages.row_starts,
         blocks, weights, low_query, low_bias,
         scratch.floats("page_logs", len(cold.pages.offsets), query.shape[1]), hbm_log, attended_log,

@@ -13,6 +13,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
+from tierkv.attention.contract import Scale
 from tierkv.attention.decode_kernels import EXACT, FUSED_GROUP, MIDDLE, attend_segment, merge_segments
 from tierkv.attention.layer_view import Middle
 from tierkv.attention.mass_kernels import add_weights
@@ -37,7 +38,7 @@ Flags = NDArray[np.bool_]
 def read_lane(
     lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
@@ -80,7 +81,7 @@ def join(out: Floats, log_sum_exp: Floats, part: Floats, part_log: Floats) -> No
 @kernel(parallel=True)
 def read_in_place(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
@@ -139,7 +140,7 @@ def add_read_mass(
 def audit_lane(
     lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     block: Floats, weights: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
 ) -> None:  # fmt: skip
@@ -216,7 +217,7 @@ def audit_row(
 @kernel(parallel=True)
 def audit_pages(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
     hbm_log: Floats, attended_log: Floats, true: Floats, attended: Floats,

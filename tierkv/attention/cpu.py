@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.attention.cold import Arrays, ColdScratch, audit, gather, look, read, wants_audit
-from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdSeen, Pages, PoolView
+from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdSeen, Pages, PoolView, Scale
 from tierkv.attention.decode_kernels import decode as decode_kernel
 from tierkv.attention.layer_view import LayerView, LayerViews
 from tierkv.attention.mass_kernels import add_masses
@@ -21,6 +21,7 @@ from tierkv.geometry import Geometry
 from tierkv.numba_setup import ensure_threading_layer, thread_count
 
 NO_MASS = np.zeros(0, np.float32)
+NO_SINKS = np.zeros(0, np.float32)
 NO_PAGES = np.zeros((0, 0), np.float32)
 NO_WEIGHTS = np.zeros((0, 0, 0), np.float32)
 
@@ -108,6 +109,7 @@ class CpuAttention:
         self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
         page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
         cold: Cold | None = None, seen: ColdSeen | None = None,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
         rows, q_heads, head_dim = query.shape
         geometry = pool.geometry
@@ -119,16 +121,16 @@ class CpuAttention:
         page_tops, page_totals = scratch.page_sums(count) if masses else (NO_PAGES, NO_PAGES)
         out = np.empty((rows, q_heads, head_dim), np.float32)
         log_sum_exp = np.empty((rows, q_heads), np.float32)
-        view = self._memory.views.of(pool, layer)
+        view, to_logits = self._memory.views.of(pool, layer), _float32(Scale(scale, softcap))
         decode_kernel(
             asked, view.words, view.packed, view.is_bfloat16, view.code, view.state,
-            view.middle, view.layer, view.num_layers, geometry.num_kv_heads, np.float32(scale),
-            pages.offsets, pages.kinds, pages.counts, pages.row_starts,
+            view.middle, view.layer, view.num_layers, geometry.num_kv_heads, to_logits,
+            pages.offsets, pages.kinds, pages.counts, pages.row_starts, NO_SINKS if sinks is None else _floats(sinks),
             *scratch.arrays, page_tops, page_totals, kept, out, log_sum_exp,
         )  # fmt: skip
         if cold is not None:
             self._attend_cold(
-                asked, pool, layer, scale, scratch.arrays, token_mass, cold, seen, out, log_sum_exp
+                asked, pool, layer, to_logits, scratch.arrays, token_mass, cold, seen, out, log_sum_exp
             )
         if masses:
             add_masses(
@@ -141,12 +143,18 @@ class CpuAttention:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
         layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
         cold: Cold | None = None, seen: ColdSeen | None = None,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
+        to_logits = Scale(scale, softcap)
+        in_kernels = _float32(to_logits)
+
         def earlier() -> Iterator[Block]:
             return _blocks(self._memory.views.of(pool, layer), pool.geometry, pages)
 
         if cold is None:
-            return attend(query, keys, values, scale, earlier, pages.total_tokens, token_mass, window)
+            return attend(
+                query, keys, values, to_logits, sinks, earlier, pages.total_tokens, token_mass, window
+            )
         memory = self._memory
         q_heads, chunk, head_dim = query.shape
         heads = pool.geometry.num_kv_heads
@@ -158,21 +166,23 @@ class CpuAttention:
             asking = min(CHOOSING_QUERIES, chunk)
             asked = _floats(grouped[:, :, -asking:]).reshape(1, q_heads * asking, head_dim)
             logs = _floats(log_sum_exp[:, :, -asking:]).reshape(1, q_heads * asking)
-            choice = look(memory.cold, asked, pool, cold, layer, scale, logs, asking, seen)
+            choice = look(memory.cold, asked, pool, cold, layer, in_kernels, logs, asking, seen)
             union = gather(cold.pages, np.unique(choice.pages))
             return lambda: _blocks(memory.cold.host(cold.host, layer), pool.geometry, union)
 
-        got = attend(query, keys, values, scale, earlier, pages.total_tokens, token_mass, window, named)
+        got = attend(
+            query, keys, values, to_logits, sinks, earlier, pages.total_tokens, token_mass, window, named
+        )
         if wants_audit(seen):
             arrays = memory.scratch(1, q_heads, heads, head_dim, pool.geometry.page_tokens).arrays
             audit(
-                memory.cold, arrays, _floats(query[:, -1]).reshape(1, q_heads, head_dim), cold, layer, scale,
-                hbm_log, _floats(got.log_sum_exp[:, -1]).reshape(1, q_heads), seen,
+                memory.cold, arrays, _floats(query[:, -1]).reshape(1, q_heads, head_dim), cold, layer,
+                in_kernels, hbm_log, _floats(got.log_sum_exp[:, -1]).reshape(1, q_heads), seen,
             )  # fmt: skip
         return got
 
     def _attend_cold(
-        self, query: Floats, pool: PoolView, layer: int, scale: float, arrays: Arrays,
+        self, query: Floats, pool: PoolView, layer: int, scale: Scale, arrays: Arrays,
         token_mass: NDArray[np.float32] | None, cold: Cold, seen: ColdSeen | None, out: Floats, log_sum_exp: Floats,
     ) -> None:  # fmt: skip
         """Estimate and read the rows' cold pages; `out` and `log_sum_exp` hold what lies in HBM, and get the rest."""
@@ -199,6 +209,11 @@ def _blocks(view: LayerView, geometry: Geometry, pages: Pages) -> Iterator[Block
         )  # fmt: skip
         tokens = np.repeat(pages.token_starts[part] - places, counts) + np.arange(total, dtype=np.int64)
         yield Block(torch.from_numpy(keys), torch.from_numpy(values), tokens)
+
+
+def _float32(scale: Scale) -> Scale:
+    """As the kernels are compiled for it."""
+    return Scale(*(np.float32(number) for number in scale))  # type: ignore[arg-type]
 
 
 def _floats(tensor: torch.Tensor) -> Floats:

@@ -31,6 +31,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
+from tierkv.attention.contract import Scale
 from tierkv.attention.layer_view import Middle
 from tierkv.attention.online_softmax import (
     MINUS_INFINITY,
@@ -63,7 +64,7 @@ FUSED_GROUP = 16
 @kernel(inline=True)
 def attend_segment(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, head: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, head: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], first: int, last: int,
     block: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sum: Floats, low_sum: Floats, has_low: Flags,
@@ -152,7 +153,7 @@ def attend_segment(
 def attend_lane(
     lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
@@ -223,14 +224,25 @@ def merge_segments(
             )  # fmt: skip
 
 
+@kernel(fastmath=True)
+def join_sinks(sinks: Floats, out: Floats, log_sum_exp: Floats) -> None:
+    """Logits `[group]` of which none gives a value take their share of `out` `[group, head_dim]`."""
+    for g in range(sinks.shape[0]):
+        top = max(log_sum_exp[g], sinks[g])
+        mine = exp_negative(log_sum_exp[g] - top)
+        total = mine + exp_negative(sinks[g] - top)
+        log_sum_exp[g] = top + np.float32(math.log(total))
+        scale_row(out[g], mine / total)
+
+
 @kernel()
 def finish_pair(
     pair: int, piece: int, code: int, state: Floats, layer: int, num_layers: int, kv_heads: int, page_tokens: int,
-    row_starts: NDArray[np.int64],
+    row_starts: NDArray[np.int64], sinks: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
-    """Output of one row and KV head from its segments; zeros and -inf for a row without pages."""
+    """Output of one row and KV head from its segments and sink; zeros and -inf for a row without either."""
     group = out.shape[1] // kv_heads
     row, head = pair // kv_heads, pair % kv_heads
     to = out[row, head * group : (head + 1) * group]
@@ -239,26 +251,28 @@ def finish_pair(
     if pages == 0:
         to[:] = ZERO
         to_log[:] = MINUS_INFINITY
-        return
-    unit = row_starts[row] * kv_heads + head * pages
-    merge_segments(
-        pair + unit // piece, pair + (unit + pages - 1) // piece + 1,
-        code, state, layer, num_layers, kv_heads, head, page_tokens,
-        tops, totals, exact_sums, low_sums, has_low, to, to_log,
-    )  # fmt: skip
+    else:
+        unit = row_starts[row] * kv_heads + head * pages
+        merge_segments(
+            pair + unit // piece, pair + (unit + pages - 1) // piece + 1,
+            code, state, layer, num_layers, kv_heads, head, page_tokens,
+            tops, totals, exact_sums, low_sums, has_low, to, to_log,
+        )  # fmt: skip
+    if sinks.shape[0] > 0:
+        join_sinks(sinks[head * group : (head + 1) * group], to, to_log)
 
 
 @kernel(parallel=True)
 def decode(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
-    blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    sinks: Floats, blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     page_tops: Floats, page_totals: Floats, kept: Floats,
     out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
-    """The whole batch; `log_sum_exp` is `[rows, q_heads]`, `lanes` is `blocks.shape[0]`."""
+    """The whole batch; `log_sum_exp` `[rows, q_heads]`, `sinks` `[q_heads]` or empty, as many lanes as `blocks`."""
     rows = query.shape[0]
     lanes = blocks.shape[0]
     page_tokens = weights.shape[2]
@@ -273,6 +287,6 @@ def decode(
     # Not worth a second barrier for a few rows: a merge takes microseconds.
     for pair in range(rows * kv_heads):
         finish_pair(
-            pair, piece, code, state, layer, num_layers, kv_heads, page_tokens, row_starts,
+            pair, piece, code, state, layer, num_layers, kv_heads, page_tokens, row_starts, sinks,
             tops, totals, exact_sums, low_sums, has_low, out, log_sum_exp,
         )  # fmt: skip
