@@ -350,14 +350,18 @@ class TestEveryAttention:
         case.dense[0][0, 0, :, :16] *= 1e6
         check_decode(implementation, case, 1, seed=14)
 
-    def test_a_mass_counts_larger_logits_that_came_after_it(self, implementation: PagedAttention) -> None:
+    @pytest.mark.parametrize(("softcap", "sunk"), [(0.0, False), (8.0, True)])
+    def test_a_mass_counts_larger_logits_that_came_after_it(
+        self, implementation: PagedAttention, softcap: float, sunk: bool
+    ) -> None:
+        """And the sinks, which come last: one head's is next to nothing, the other's above every capped logit."""
         case = make_case(15, dtype="float32", kv_heads=1, row_pages=(4,), low=0.0, full=True)
         for page, offset in enumerate(case.pages.offsets.tolist()):
             factor = 2.0**page  # the largest logit grows with nearly every page
             keys = case.view.data[offset:][: case.view.geometry.page_bytes].view(np.float32)
             keys.reshape(case.view.geometry.shape)[:, 0] *= factor
             case.dense[0][0, :, :, 16 * page : 16 * (page + 1)] *= factor
-        check_decode(implementation, case, 2, seed=15)
+        check_decode(implementation, case, 2, 15, softcap, sunk)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("source", DTYPES)
