@@ -18,6 +18,8 @@ from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
 
 IDLE_SECONDS = 1.0
+RATED_SECONDS = 0.05
+"""Least time over which decode steps are counted: a worker sends those of several commits at once."""
 """A session that has not stepped for this long is paused; its clock then runs by the wall."""
 
 RATE_SMOOTHING = 0.2
@@ -136,6 +138,7 @@ class Session:
     active_at: float = 0.0
     stepped_at: float = 0.0
     step_rate: float = 0.0  # decode steps a second
+    unrated: int = 0  # decode steps since `stepped_at`
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
 
     def row_of(self, token: int) -> int:
@@ -149,11 +152,14 @@ class Session:
 
     def stepped(self, steps: int, now: float) -> None:
         interval = now - self.stepped_at
-        if steps and 0 < interval <= IDLE_SECONDS:
-            rate = steps / interval
+        self.unrated += steps
+        if steps and RATED_SECONDS <= interval <= IDLE_SECONDS:
+            rate = self.unrated / interval
             self.step_rate = (
                 rate if not self.step_rate else self.step_rate + RATE_SMOOTHING * (rate - self.step_rate)
             )
+        if not steps or interval >= RATED_SECONDS:
+            self.stepped_at, self.unrated = now, 0
         self.step += steps
-        self.active_at = self.stepped_at = now
+        self.active_at = now
         self.stale = True

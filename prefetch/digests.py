@@ -124,12 +124,21 @@ def read(shape: DigestShape, digest: Bytes) -> Digest:
     return Digest(scales[..., :1] * mean, scales[..., 1:] * records[..., SCALES_BYTES + dim :])
 
 
-def log_mass(mean: float, sigma: float, count: int) -> float:
-    """Estimated log of the sum of `count` exponentials of logits with that mean and standard deviation (see above)."""
+def log_mass(mean: float, sigma: float, count: int, cap: float = 0.0) -> float:
+    """Estimated log of the sum of `count` exponentials of logits with that mean and standard deviation (see above).
+
+    With a `cap` the logits are `cap * tanh(logit / cap)`: their mean is taken to be the capped mean, their deviation
+    follows by the slope there, and none is above `cap`.
+    """
     if count < 1:
         return -math.inf
+    if cap > 0:
+        bent = math.tanh(mean / cap)
+        mean, sigma = cap * bent, sigma * (1.0 - bent * bent)
     a = math.sqrt(2.0 * math.log(count))
     above = 0.5 * sigma * sigma if sigma <= a else a * sigma - 0.5 * a * a
+    if cap > 0:
+        above = min(above, cap - mean)
     return math.log(count) + mean + above
 
 

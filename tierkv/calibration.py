@@ -110,10 +110,11 @@ def observe(
         told: is called with a text's number, from 0, when its turn comes.
 
     Raises:
-        UnsupportedModel: tierkv cannot serve this model.
+        UnsupportedModel: tierkv cannot serve this model, or it has soft-capping or sinks.
         ConfigError: there is no text, one has no token that is far from any, or gradients are not finite.
     """
     model_support.check_supported(model)
+    model_support.check_plain(model)
     own, shape = model_support.own_layers(model), model_support.geometry(model)
     if not texts:
         raise ConfigError("there is no text to observe the model on; name at least one")

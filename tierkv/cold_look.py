@@ -103,7 +103,8 @@ class ColdLook:
         return found
 
     def spread(self, row: int, mass: Floats, covered: NDArray[np.bool_]) -> Floats:
-        """`mass` `[tokens]` with the estimates of cold tokens put in: all of it sums to 1, NaN where nothing is known.
+        """`mass` `[tokens]` with the estimates of cold tokens put in: 1 in all with what sinks took, NaN where nothing
+        is known.
 
         `covered` are the tokens of HBM pages that were attended.
         """
@@ -113,17 +114,23 @@ class ColdLook:
             covered[cold] = True
             mass[~covered] = np.nan
             return mass
-        shares = self._shares(row)
+        shares, sunk = self._shares(row), sunk_of(mass)
         mass[~covered] = np.nan  # what was read in place was read by some heads only
         attended = np.nansum(mass)
         if attended > 0:
-            mass *= np.float32(max(0.0, 1.0 - float(np.sum(shares))) / attended)
+            mass *= np.float32(max(0.0, 1.0 - float(np.sum(shares))) / (attended + sunk))
         known = np.repeat(rows.digests != NOWHERE, rows.counts)
         mass[cold[known]] = np.repeat(shares / rows.counts, rows.counts)[known]
         return mass
 
     def audit(
-        self, row: int, tokens: int, page_mass: Floats, kinds: NDArray[np.int8], layers: int
+        self,
+        row: int,
+        tokens: int,
+        page_mass: Floats,
+        kinds: NDArray[np.int8],
+        layers: int,
+        sunk: float = 0.0,
     ) -> Audit | None:
         """What the row's query attended of what it would have over all pages.
 
@@ -131,6 +138,7 @@ class ColdLook:
             tokens: of the row, cold ones included.
             page_mass: `[HBM pages of the row]` shares of what was attended, averaged over heads and layers.
             kinds: `[HBM pages]` their `table.Kind`.
+            sunk: share of what was attended that sinks took.
         """
         if self.seen.true is None or self.seen.attended is None:
             return None
@@ -140,7 +148,9 @@ class ColdLook:
         here = page_mass * np.float32(attended)  # of everything; averages multiply only about
         low = kinds == Kind.QUANTIZED
         rivals = np.sort(np.concatenate([here[low], true]))[::-1]
-        oracle = float(here[~low].sum() + rivals[: int(low.sum() + rows.in_hbm.sum())].sum())
+        oracle = float(
+            sunk * attended + here[~low].sum() + rivals[: int(low.sum() + rows.in_hbm.sum())].sum()
+        )
         cold = ~rows.in_hbm
         needed = int(np.count_nonzero(true[cold] >= NEEDED_LIFT * rows.counts[cold] / tokens))
         estimates = self._shares(row, float(true[rows.in_hbm].sum()))
@@ -166,6 +176,11 @@ def look_at_exact(session: ColdSession, stop: int, looks: Looks) -> tuple[PageRo
     return None if found is None else (found[0], ColdLook([found[1]], [0], session.host, looks))
 
 
+def sunk_of(mass: Floats) -> float:
+    """Share of attention that sinks took, by the tokens' mass: 0 but for rounding where a model has none."""
+    return max(0.0, 1.0 - float(np.nansum(mass, dtype=np.float64)))
+
+
 def _within(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     """0..count-1 for each count, one after the other."""
     ends = np.cumsum(counts)
@@ -177,4 +192,13 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-__all__ = ["NOTHING", "NO_ESTIMATES", "WHOLE", "ColdLook", "Looks", "look_at_cold", "look_at_exact"]
+__all__ = [
+    "NOTHING",
+    "NO_ESTIMATES",
+    "WHOLE",
+    "ColdLook",
+    "Looks",
+    "look_at_cold",
+    "look_at_exact",
+    "sunk_of",
+]

@@ -72,7 +72,7 @@ class InFlight:
     def tell(
         self, op: Commit | Observe, buffers: list[bytes], fell: Callable[[TierKVError], None], wake: bool
     ) -> None:
-        """Send a report: now, or with `wake=False` when the step ends, which wakes the line once for all of it.
+        """Send a report: now, or with `wake=False` when the line is woken for something else, or looks by itself.
 
         `fell` is called, with `changed` held, should the daemon not take it.
         """

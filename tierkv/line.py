@@ -54,8 +54,11 @@ RESEND_LIMIT_SECONDS = 8.0
 FULL_QUEUE_SECONDS = 0.02
 """Wait when the socket takes no more."""
 
-LONGEST_SLEEP_SECONDS = RESEND_SECONDS
-"""The thread looks this often for calls to send again, since a driver may have sent some that it does not know of."""
+LONGEST_SLEEP_SECONDS = 0.5
+"""The thread looks this often for calls that were queued without waking it, and for those to send again, since a driver
+may have sent some that it does not know of. The daemon takes a session for paused after twice as long
+(`daemon.sessions.IDLE_SECONDS`).
+"""
 
 FORK_SECONDS = 1.0
 """How long a fork waits for the line to be between two turns."""
@@ -152,7 +155,7 @@ class Line:
     # Any thread --------------------------------------------------------------------------------------------------
 
     def submit(self, call: Call, wake: bool = True) -> None:
-        """Queue a call. Without `wake` it may wait for the next one that wakes, or for `flush`."""
+        """Queue a call. Without `wake` it leaves with the next one that wakes, at `flush`, or when the thread looks."""
         self._queue.append(call)
         if self._closing:
             self._fail_all()

@@ -39,8 +39,8 @@ class AttachedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         model_support.check_supported(model)
         self.model = model
+        model_support.check_layers(model)
         self._num_layers = model_support.num_layers(model)
-        model_support.own_layers(model)
         self._previous = model.config._attn_implementation
         self._inner: Callable[..., Any] = model.forward
         self._names = list(inspect.signature(self._inner).parameters)
@@ -194,7 +194,7 @@ def attach(model: PreTrainedModel) -> AttachedModel:
     """Make `model` run over pages wherever it is given a `TieredCache`; attaching twice returns the first one.
 
     Raises:
-        UnsupportedModel: attention that pages cannot serve (ALiBi, cross attention, sinks, soft-capping, ...).
+        UnsupportedModel: attention that pages cannot serve (ALiBi, cross attention, latent attention, ...).
     """
     attached = getattr(model, _ATTACHED, None)
     return attached if isinstance(attached, AttachedModel) else AttachedModel(model)

@@ -10,6 +10,7 @@ import xxhash
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from tierkv.attention_calls import Calls, calls_of
 from tierkv.errors import UnsupportedModel
 from tierkv.geometry import PAGE_TOKENS, DTypeName, Geometry
 
@@ -38,6 +39,56 @@ def check_supported(model: PreTrainedModel) -> None:
             raise UnsupportedModel(f"{type(model).__name__}: {feature}; tierkv pages cannot serve it")
 
 
+def check_plain(model: PreTrainedModel) -> None:
+    """Raises `UnsupportedModel` where attention is more than a softmax of products: what observes it knows no more."""
+    config = model.config.get_text_config(decoder=True)
+    for bent, feature in (
+        (getattr(config, "attn_logit_softcapping", None) is not None, "it soft-caps attention logits"),
+        (any(getattr(m, "sinks", None) is not None for m in model.modules()), "it has attention sinks"),
+    ):
+        if bent:
+            raise UnsupportedModel(f"{type(model).__name__}: {feature}; tierkv serves but cannot observe it")
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raises `UnsupportedModel` where a layer that would live in pages passes what they do not know, or K/V of another
+    shape than the model's.
+    """
+    own = own_layers(model)
+    shape = geometry(model)
+    sizes = {shape.num_kv_heads * shape.head_dim}
+    known: dict[type, Calls] = {}
+    reached: set[int] = set()
+    hidden = False
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in own:
+            continue
+        kind = type(module)
+        calls = known[kind] = known.get(kind) or calls_of(kind)
+        if calls.unserved:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: its attention takes {', '.join(calls.unserved)}; "
+                "tierkv pages cannot serve it"
+            )
+        made_by: list[Any] = [getattr(module, name, None) for name in ("k_proj", "v_proj")]
+        found = {int(made.out_features) for made in made_by if hasattr(made, "out_features")}
+        if found - sizes:
+            raise UnsupportedModel(
+                f"{type(module).__name__}: its keys and values have {sorted(found)} numbers a token at layer "
+                f"{layer}, pages {shape.num_kv_heads} heads of {shape.head_dim} for each"
+            )
+        hidden |= not calls.readable
+        if calls.found:
+            reached.add(layer)
+    missing = set(range(num_layers(model))) - own.keys() - reached
+    if missing and not hidden:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: layer {min(missing)} does not take its attention from AttentionInterface; "
+            "tierkv pages cannot serve it"
+        )
+
+
 def _features(model: PreTrainedModel) -> list[tuple[bool, str]]:
     config = model.config.get_text_config(decoder=True)
     attn_config = getattr(config, "attn_config", None)
@@ -56,8 +107,6 @@ def _features(model: PreTrainedModel) -> list[tuple[bool, str]]:
         ),
         (bool(alibi), "it biases attention by distance (ALiBi)"),
         (not model._supports_attention_backend, "it does not take its attention from AttentionInterface"),
-        (any(getattr(m, "sinks", None) is not None for m in modules), "it has learned attention sinks"),
-        (getattr(config, "attn_logit_softcapping", None) is not None, "it soft-caps attention logits"),
         (getattr(config, "is_causal", True) is False, "its attention is not causal"),
         (bool(getattr(config, "use_bidirectional_attention", False)), "its attention is not causal"),
         (any(getattr(m, "is_causal", True) is False for m in modules), "its attention is not causal"),
@@ -119,4 +168,12 @@ def model_id(model: PreTrainedModel) -> str:
     return f"{model.config.name_or_path or type(model).__name__}@{digest.hexdigest()}"
 
 
-__all__ = ["check_supported", "geometry", "model_id", "num_layers", "own_layers"]
+__all__ = [
+    "check_layers",
+    "check_plain",
+    "check_supported",
+    "geometry",
+    "model_id",
+    "num_layers",
+    "own_layers",
+]

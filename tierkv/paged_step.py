@@ -15,7 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.attention.contract import PagedAttention, Pages, PoolView
-from tierkv.cold_look import NO_ESTIMATES, NOTHING, WHOLE, ColdLook, Looks, look_at_cold, look_at_exact
+from tierkv.cold_look import (
+    NO_ESTIMATES,
+    NOTHING,
+    WHOLE,
+    ColdLook,
+    Looks,
+    look_at_cold,
+    look_at_exact,
+    sunk_of,
+)
 from tierkv.geometry import Geometry
 from tierkv.protocol import Audit
 from tierkv.recall import Estimates
@@ -98,13 +107,15 @@ class Step(Protocol):
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
 
     def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """query `[batch, q_heads, columns, head_dim]` -> `[batch, columns, q_heads, head_dim]`, the query's dtype."""
         ...
 
     def masses(self) -> list[NDArray[np.float32]]:
-        """For each row of the step `[session.length]`: shares of attention averaged over heads and layers, 1 in all.
+        """For each row of the step `[session.length]`: shares of attention averaged over heads and layers, 1 in all
+        with what sinks took.
 
         A token of a cold page has its share of the page's estimate; NaN where nothing is known.
         """
@@ -165,12 +176,13 @@ class DecodeStep:
         self._attention.write(self._pool, layer, self._offsets, self._slots, keys, values)
 
     def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         asked = query[:, :, 0] if self._subset is None else query[self._subset, :, 0]
         cold, seen = (None, None) if self._cold is None else (self._cold.cold, self._cold.seen)
         out = self._attention.decode(
-            asked, self._pool, self._pages, layer, scale, None, self._mass, cold, seen
+            asked, self._pool, self._pages, layer, scale, None, self._mass, cold, seen, softcap, sinks
         ).out
         self._layers += 1
         if self._subset is None:
@@ -197,10 +209,13 @@ class DecodeStep:
             return []
         if self._cold is None:
             return [WHOLE] * len(self._lengths)
-        sums, kinds = _sums(_mean(self._mass, self._layers), self._pages), self._pages.kinds
+        mass, kinds = _mean(self._mass, self._layers), self._pages.kinds
+        sums, sunk = _sums(mass, self._pages), [sunk_of(part) for part in np.split(mass, self._bases[1:])]
         edges = itertools.pairwise(self._pages.row_starts.tolist())
         return [
-            self._cold.audit(row, self._lengths[row], sums[first:last], kinds[first:last], self._layers)
+            self._cold.audit(
+                row, self._lengths[row], sums[first:last], kinds[first:last], self._layers, sunk[row]
+            )
             for row, (first, last) in enumerate(edges)
         ]
 
@@ -240,8 +255,9 @@ class PrefillStep:
             self._attention.write(self._pools[index], layer, offsets, slots, row_keys, row_values)
 
     def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         batch, heads, columns, head_dim = query.shape
         result = query.new_zeros(batch, columns, heads, head_dim)
         for index, (new, picked, pages, look) in enumerate(
@@ -253,6 +269,7 @@ class PrefillStep:
                 _pick(query[row], picked), _pick(keys[row], picked), _pick(values[row], picked),
                 self._pools[index], pages, layer, scale,
                 None if self._mass is None else self._mass[index], min(OBSERVED_QUERIES, new.tokens), cold, seen,
+                softcap, sinks,
             ).out.transpose(0, 1).to(query.dtype)  # fmt: skip
             if picked is None:
                 result[row] = out
@@ -289,11 +306,10 @@ class PrefillStep:
             if look is None:
                 found.append(WHOLE)
                 continue
-            sums = np.append(
-                _sums(_mean(mass, self._layers), pages), mass[pages.total_tokens :].sum() / self._layers
-            )
+            mean = _mean(mass, self._layers)
+            sums = np.append(_sums(mean, pages), mean[pages.total_tokens :].sum())
             kinds = np.append(pages.kinds, np.int8(Kind.EXACT))  # the chunk's own tokens, as one more page
-            found.append(look.audit(0, new.session.length, sums, kinds, self._layers))
+            found.append(look.audit(0, new.session.length, sums, kinds, self._layers, sunk_of(mean)))
         return found
 
 

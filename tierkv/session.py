@@ -4,9 +4,9 @@ A step is `begin` (lay new tokens out), writing K/V into `slots`, reading `rows`
 `observe`, and `end`. Inside a step the table stands still; plans of the daemon are adopted at `begin`, and between
 `end` and `begin` by the client's own thread, so that a paused session never keeps memory from being reused.
 
-Commits and observations are not waited for: they leave when the step ends, and when one fails, the next `begin`
-raises. Where tokens lie is `residency.py`'s, what is asked and not yet answered `in_flight.py`'s; this file says when
-either may change.
+Commits and observations are not waited for: they leave when the step ends, but a decode step's commit only with the
+next message, or when the line looks by itself. When one fails, the next `begin` raises. Where tokens lie is
+`residency.py`'s, what is asked and not yet answered `in_flight.py`'s; this file says when either may change.
 
 Threads: a session belongs to one caller at a time; the client's thread joins in under the session's lock.
 """
@@ -106,6 +106,7 @@ class Session:
         self._labels = Labels()
         self._pins: list[Pin] = []
         self._in_step = False
+        self._pressing = False  # the step has told more than that it was a decode step
         self._closed = False
         self._error: TierKVError | None = None
         self._broken: TierKVError | None = None
@@ -234,7 +235,7 @@ class Session:
             self._residency.lay_out(runs)
 
     def commit(self, token_ids: NDArray[np.int32] | None = None, *, steps: int = 0) -> None:
-        """All tentative tokens become final. Not waited for.
+        """All tentative tokens become final. Not waited for; after a decode step it may leave half a second later.
 
         Args:
             token_ids: int32 ids of the tokens committed, for prefix sharing.
@@ -254,6 +255,7 @@ class Session:
             self._horizon = self.length
             self.step += steps
             op = Commit(self.id, self._horizon, runs, steps, ids)
+            self._pressing |= not steps
             self._in_flight.tell(op, [], self._commit_failed, wake=not self._in_step)
 
     def observe(self, mass: NDArray[np.float32], audit: Audit | None = None) -> None:
@@ -269,6 +271,7 @@ class Session:
             if self._horizon:
                 raw = np.ascontiguousarray(mass[: self._horizon], "<f2").tobytes()
                 op = Observe(self.id, self.step, self._horizon, audit)
+                self._pressing = True
                 self._in_flight.tell(op, [raw], self._observation_failed, wake=not self._in_step)
 
     def end(self) -> None:
@@ -278,7 +281,9 @@ class Session:
             self._adopt()
             if not (self._closed or self._cropping or self._broken):
                 self._in_flight.reserve_ahead(self._daemon.reserve_ahead - len(self._residency.blanks))
-            self._daemon.flush()
+            if self._pressing:
+                self._daemon.flush()
+                self._pressing = False
             self._changed.notify_all()
 
     def rollback(self, length: int) -> None:
@@ -335,6 +340,7 @@ class Session:
             self._check()
             op = Recall(self.id, list(pages), list(masses), seconds)
             if not wait:
+                self._pressing = True
                 self._daemon.submit(Call(op, lambda result: None, self.id), wake=not self._in_step)
                 return
             if self._in_step:
@@ -436,6 +442,7 @@ class Session:
 
     def _damaged(self, page: int) -> None:
         op = Recall(self.id, [page], [1.0], DAMAGE_SECONDS)  # a mass for which others give way
+        self._pressing = True
         self._daemon.submit(Call(op, lambda result: None, self.id), wake=not self._in_step)
 
     def _check(self) -> None:

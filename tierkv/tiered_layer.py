@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from tierkv.dense_attention import dense_attention
 from tierkv.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -59,10 +60,11 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
         return key_states, value_states
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """`[batch, q_heads, columns, head_dim]` -> `[batch, columns, q_heads, head_dim]`."""
-        return self.cache.running_step.attend(self.page_layer, query, keys, values, scale)
+        return self.cache.running_step.attend(self.page_layer, query, keys, values, scale, softcap, sinks)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.padded_length + query_length, 0
@@ -83,7 +85,11 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: pages where the key carries a layer, sdpa everywhere else."""
+    """transformers' attention interface: pages where the key carries a layer, and dense attention everywhere else,
+    which is sdpa's wherever sdpa can.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     layer: TieredLayer | None = getattr(key, _HANDLE, None)
     if layer is None:
         cache, index = forwarding.get(), getattr(module, "layer_idx", None)
@@ -91,18 +97,23 @@ def _attention(
             raise UnsupportedModel(
                 f"{type(module).__name__} changes its keys after the cache update; pages cannot serve it"
             )
+        if softcap is not None or sinks is not None:
+            dropout = kwargs.get("dropout", 0.0)
+            return dense_attention(
+                module, query, key, value, attention_mask, scale, softcap, sinks, dropout
+            ), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    for feature in ("s_aux", "softcap", "position_bias"):
-        if kwargs.get(feature) is not None:
-            raise UnsupportedModel(f"{type(module).__name__} attends with {feature}; pages cannot serve it")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layer.attend(query, key, value, scale), None
+    if (
+        kwargs.get("position_bias") is not None
+    ):  # of a model whose source could not be read when it was attached
+        raise UnsupportedModel(f"{type(module).__name__} attends with position_bias; pages cannot serve it")
+    return layer.attend(query, key, value, scale, softcap or 0.0, sinks), None
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Pages hold no padding and are causal by construction: no mask. Everything else gets sdpa's.
 
-    `local_size` marks the mask of sliding-window layers, which keep transformers' own cache and sdpa.
+    `local_size` marks the mask of sliding-window layers, which keep transformers' own cache.
     """
     if forwarding.get() is not None and kwargs.get("local_size") is None:
         return None

@@ -12,7 +12,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.contract.test_attention import CLOSE, DTYPES, MASS_CLOSE, Case, make_case, random_query
+from tests.contract.test_attention import (
+    CLOSE,
+    DTYPES,
+    MASS_CLOSE,
+    Case,
+    make_case,
+    random_query,
+    random_sinks,
+)
 from tierkv.attention.contract import (
     CHOOSING_QUERIES,
     Attended,
@@ -64,12 +72,15 @@ class Both:
         )
 
     @staticmethod
-    def logits(query: torch.Tensor, part: Part, scale: float) -> torch.Tensor:
+    def logits(query: torch.Tensor, part: Part, scale: float, softcap: float = 0.0) -> torch.Tensor:
         """`[q_heads, tokens]` of a query `[q_heads, head_dim]`."""
         ratio = query.shape[0] // part.keys.shape[0]
-        return torch.stack([q.double() @ part.keys[h // ratio].T * scale for h, q in enumerate(query)])
+        logits = torch.stack([q.double() @ part.keys[h // ratio].T * scale for h, q in enumerate(query)])
+        return softcap * torch.tanh(logits / softcap) if softcap else logits
 
-    def estimates(self, query: torch.Tensor, row: int, layer: int, scale: float) -> torch.Tensor:
+    def estimates(
+        self, query: torch.Tensor, row: int, layer: int, scale: float, softcap: float = 0.0
+    ) -> torch.Tensor:
         """Log-mass `[q_heads, cold pages]` of a query `[q_heads, head_dim]`, from the digests' numbers."""
         geometry = self.case.view.geometry
         shape = digests.digest_shape(geometry, self.layers)
@@ -86,14 +97,18 @@ class Both:
                 q = query[head].double().numpy()
                 mean = float(scale * q @ digest.mean[at, head // group].astype(np.float64))
                 sigma = float(abs(scale) * np.linalg.norm(q * digest.deviation[at, head // group]))
-                found[head, page - first] = second_cumulant(mean, sigma, n)
+                found[head, page - first] = second_cumulant(mean, sigma, n, softcap)
         return found
 
 
-def second_cumulant(mean: float, sigma: float, n: int) -> float:
-    """The formula that `tierkv.prefetch.digests` documents."""
+def second_cumulant(mean: float, sigma: float, n: int, softcap: float = 0.0) -> float:
+    """The formula that `tierkv.prefetch.digests` documents; its slope `1 / cosh(x)**2` is that of tanh."""
     a = math.sqrt(2 * math.log(n))
-    return math.log(n) + mean + (sigma**2 / 2 if sigma <= a else a * sigma - a**2 / 2)
+    if softcap:
+        sigma /= math.cosh(min(mean / softcap, 300.0)) ** 2
+        mean = softcap * math.tanh(mean / softcap)
+    known = math.log(n) + mean + (sigma**2 / 2 if sigma <= a else a * sigma - a**2 / 2)
+    return min(known, math.log(n) + softcap) if softcap else known
 
 
 def make_both(
@@ -159,19 +174,33 @@ def softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shares(
-    both: Both, query: torch.Tensor, hbm_log: torch.Tensor, row: int, layer: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    both: Both, query: torch.Tensor, hbm_log: torch.Tensor, row: int, layer: int, scale: float, softcap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Estimates and joint shares `[q_heads, cold pages]`; `hbm_log` `[q_heads]`."""
-    estimates = both.estimates(query, row, layer, scale)
+    estimates = both.estimates(query, row, layer, scale, softcap)
     probabilities, _ = softmax(torch.cat([hbm_log.unsqueeze(-1), estimates], -1))
     return estimates, probabilities[:, 1:]
 
 
-def check_decode(implementation: PagedAttention, both: Both, ratio: int, seed: int) -> None:
+def with_sinks(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """`logits` `[q_heads, tokens]` behind those of the sinks, or of a token that is not attended."""
+    first = torch.full((len(logits),), -math.inf) if sinks is None else sinks
+    return torch.cat([first.double().unsqueeze(-1), logits], -1)
+
+
+def check_decode(
+    implementation: PagedAttention,
+    both: Both,
+    ratio: int,
+    seed: int,
+    softcap: float = 0.0,
+    sunk: bool = False,
+) -> None:
     """Everything that a decode call returns and adds, in both layers, against dense arithmetic."""
     geometry, pages, cold = both.case.view.geometry, both.pages, both.cold.pages
     rows, scale, heads = len(both.case.dense), geometry.head_dim**-0.5, geometry.num_kv_heads
     query = 3 * random_query(seed, rows, heads * ratio, geometry.head_dim)
+    sinks = random_sinks(heads * ratio) if sunk else None
     for layer in range(geometry.num_layers):
         page_mass, token_mass = (
             np.zeros(len(pages.offsets), np.float32),
@@ -179,19 +208,23 @@ def check_decode(implementation: PagedAttention, both: Both, ratio: int, seed: i
         )
         seen = audit_of(both)
         got = implementation.decode(
-            query, both.case.view, pages, layer, scale, page_mass, token_mass, both.cold, seen
+            query, both.case.view, pages, layer, scale, page_mass, token_mass, both.cold, seen, softcap, sinks
         )
         for row in range(rows):
             here, there = both.part(False, row, layer), both.part(True, row, layer)
             mine, far = (slice(*starts[row : row + 2]) for starts in (pages.row_starts, cold.row_starts))
             count = int(far.stop - far.start)
-            hbm_logits, cold_logits = (both.logits(query[row], part, scale) for part in (here, there))
+            hbm_logits, cold_logits = (
+                both.logits(query[row], part, scale, softcap) for part in (here, there)
+            )
             everything = torch.cat([hbm_logits, cold_logits], -1)
             if everything.shape[1] == 0:
-                assert not got.out[row].any() and torch.isneginf(got.log_sum_exp[row]).all()
+                assert not got.out[row].any()
+                assert sunk or torch.isneginf(got.log_sum_exp[row]).all()
                 assert seen.attended is not None and seen.attended[row] == 1.0
                 continue
-            estimates, share = shares(both, query[row], softmax(hbm_logits)[1], row, layer, scale)
+            hbm_log = softmax(with_sinks(hbm_logits, sinks))[1]
+            estimates, share = shares(both, query[row], hbm_log, row, layer, scale, softcap)
             digested = layer >= geometry.num_layers - both.layers
             expected = share.mean(0) if digested else torch.zeros(count)
             np.testing.assert_allclose(seen.estimates[far], expected, **MASS_CLOSE)
@@ -202,13 +235,13 @@ def check_decode(implementation: PagedAttention, both: Both, ratio: int, seed: i
                 taken[head, tops(wanted[head], told[head], both.cold.read)] = True
             hidden = ~taken.repeat_interleave(ratio, 0)[:, there.page_of]
             check_row(got, row, torch.cat([hbm_logits, cold_logits.masked_fill(hidden, -math.inf)], -1), here, there,
-                      ratio, token_mass)  # fmt: skip
+                      ratio, token_mass, sinks)  # fmt: skip
             firsts = np.searchsorted(here.page_of.numpy(), np.arange(mine.stop - mine.start))
             if len(firsts):
                 by_page = np.add.reduceat(token_mass[here.places], firsts)
                 np.testing.assert_allclose(page_mass[mine], by_page, **MASS_CLOSE)
-            truth, _ = softmax(everything)
-            cold_truth = truth[:, hbm_logits.shape[1] :]
+            truth, _ = softmax(with_sinks(everything, sinks))
+            cold_truth = truth[:, 1 + hbm_logits.shape[1] :]
             assert seen.true is not None and seen.attended is not None
             true = torch.zeros(count, dtype=torch.float64).index_add_(0, there.page_of, cold_truth.mean(0))
             np.testing.assert_allclose(seen.true[far], true, **MASS_CLOSE)
@@ -224,12 +257,11 @@ def check_row(
     there: Part,
     ratio: int,
     mass: NDArray[np.float32],
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Output, log-sum-exp and token masses of one row, given all its logits (minus infinity: not attended)."""
-    if torch.isneginf(logits).all():
-        assert not got.out[row].any() and torch.isneginf(got.log_sum_exp[row]).all()
-        return
-    probabilities, log_sum_exp = softmax(logits)
+    probabilities, log_sum_exp = softmax(with_sinks(logits, sinks))
+    probabilities = probabilities[:, 1:]
     values = torch.cat([here.values, there.values], 1)
     out = torch.stack([p @ values[h // ratio] for h, p in enumerate(probabilities)])
     torch.testing.assert_close(got.out[row], out.float(), **CLOSE)
@@ -238,18 +270,26 @@ def check_row(
     np.testing.assert_allclose(mass[places], probabilities.mean(0), **MASS_CLOSE)
 
 
-def check_prefill(implementation: PagedAttention, both: Both, chunk: int, window: int) -> None:
+def check_prefill(
+    implementation: PagedAttention,
+    both: Both,
+    chunk: int,
+    window: int,
+    softcap: float = 0.0,
+    sunk: bool = False,
+) -> None:
     """A chunk of one row, in both layers: what is named, output, masses, and what the last query saw."""
     geometry, pages, cold = both.case.view.geometry, both.pages, both.cold.pages
     heads, ratio, dim, scale = geometry.num_kv_heads, 3, geometry.head_dim, geometry.head_dim**-0.5
     query = 3 * random_query(chunk, chunk, heads * ratio, dim).transpose(0, 1)
     keys, values = (random_query(chunk + i, chunk, heads, dim).transpose(0, 1) for i in (1, 2))
-    count = len(cold.offsets)
+    count, sinks = len(cold.offsets), random_sinks(heads * ratio) if sunk else None
     for layer in range(2):
         token_mass, seen = np.zeros(pages.total_tokens + chunk, np.float32), audit_of(both)
         got = implementation.prefill(
-            query, keys, values, both.case.view, pages, layer, scale, token_mass, window, both.cold, seen
-        )
+            query, keys, values, both.case.view, pages, layer, scale, token_mass, window, both.cold, seen,
+            softcap, sinks,
+        )  # fmt: skip
         here, there = both.part(False, 0, layer), both.part(True, 0, layer)
         here = Part(
             torch.cat([here.keys, keys.double()], 1), torch.cat([here.values, values.double()], 1), here.page_of,
@@ -263,11 +303,12 @@ def check_prefill(implementation: PagedAttention, both: Both, chunk: int, window
         )
         near: list[torch.Tensor] = []
         for t in range(chunk):
-            logits = both.logits(query[:, t], here, scale)
+            logits = both.logits(query[:, t], here, scale, softcap)
             logits[:, logits.shape[1] - (chunk - 1 - t) :] = -math.inf
             near.append(logits)
             if digested and t >= chunk - CHOOSING_QUERIES:
-                estimates, share = shares(both, query[:, t], softmax(logits)[1], 0, layer, scale)
+                hbm_log = softmax(with_sinks(logits, sinks))[1]
+                estimates, share = shares(both, query[:, t], hbm_log, 0, layer, scale, softcap)
                 wanted += share.reshape(heads, ratio, count).sum(1)
                 told |= (estimates > -math.inf).reshape(heads, ratio, count).any(1)
         np.testing.assert_allclose(
@@ -279,8 +320,10 @@ def check_prefill(implementation: PagedAttention, both: Both, chunk: int, window
         hidden = ~torch.isin(there.page_of, torch.tensor(named, dtype=torch.int64))
         joined = torch.cat([here.values, there.values], 1)
         for t in range(chunk):
-            far = both.logits(query[:, t], there, scale)
-            probabilities, log_sum_exp = softmax(torch.cat([near[t], far.masked_fill(hidden, -math.inf)], -1))
+            far = both.logits(query[:, t], there, scale, softcap)
+            seen_logits = torch.cat([near[t], far.masked_fill(hidden, -math.inf)], -1)
+            probabilities, log_sum_exp = softmax(with_sinks(seen_logits, sinks))
+            probabilities = probabilities[:, 1:]
             out = torch.stack([p @ joined[h // ratio] for h, p in enumerate(probabilities)])
             torch.testing.assert_close(got.out[:, t], out.float(), **CLOSE)
             torch.testing.assert_close(got.log_sum_exp[:, t], log_sum_exp.float(), **CLOSE)
@@ -288,7 +331,7 @@ def check_prefill(implementation: PagedAttention, both: Both, chunk: int, window
         places = np.concatenate([here.places, there.places])
         expected = torch.stack(masses[-window:]).mean(0)
         np.testing.assert_allclose(token_mass[places], expected, **MASS_CLOSE)
-        truth = softmax(torch.cat([near[-1], far], -1))[0][:, near[-1].shape[1] :]
+        truth = softmax(with_sinks(torch.cat([near[-1], far], -1), sinks))[0][:, 1 + near[-1].shape[1] :]
         assert seen.true is not None and seen.attended is not None
         true = torch.zeros(count, dtype=torch.float64).index_add_(0, there.page_of, truth.mean(0))
         np.testing.assert_allclose(seen.true, true, **MASS_CLOSE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,8 @@ MIDDLES = [
     ("k3v2", "nf4"), ("k3v2", "int8"), ("klt2", "nf4"), ("rotated2", "kivi2"), ("kivi2", "nf4"), ("nf4", "int8"),
     ("k3v2,0=exact", "nf4"), ("rotated2,0=nf4,1=klt2", "int8"),
 ]  # fmt: skip
+BENT = [(1.5, False), (0.0, True), (1.5, True)]
+"""Soft-capping and sinks, each alone and both."""
 MASS_CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
@@ -122,19 +125,27 @@ def softmax_attention(
     values: torch.Tensor,
     scale: float,
     causal_from: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Dense float64 attention: output `[q_heads, queries, head_dim]`, log-sum-exp, probabilities.
 
-    With `causal_from`, key `causal_from + i` is hidden from queries before `i`.
+    With `causal_from`, key `causal_from + i` is hidden from queries before `i`. A sink is one more key, of that logit
+    and with a value of zeros, whose probability is left out.
     """
     out, logs, probabilities = [], [], []
     group = query.shape[0] // keys.shape[0]
     for head, rows in enumerate(query.double()):
         logits = rows @ keys[head // group].T * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
         if causal_from is not None:
             for i in range(len(rows)):
                 logits[i, causal_from + i + 1 :] = -math.inf
-        logs.append(torch.log(torch.exp(logits - logits.max()).sum(-1)) + logits.max())
+        all_logits = logits
+        if sinks is not None:
+            all_logits = torch.cat([sinks[head].double().expand(len(rows), 1), logits], 1)
+        logs.append(torch.log(torch.exp(all_logits - all_logits.max()).sum(-1)) + all_logits.max())
         probabilities.append(torch.exp(logits - logs[-1].unsqueeze(-1)))
         out.append(probabilities[-1] @ values[head // group])
     return torch.stack(out), torch.stack(logs), torch.stack(probabilities)
@@ -144,20 +155,41 @@ def random_query(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def check_decode(implementation: PagedAttention, case: Case, ratio: int, seed: int) -> None:
+def random_sinks(q_heads: int) -> torch.Tensor:
+    """From next to nothing to nearly everything."""
+    return torch.linspace(-3.0, 9.0, q_heads)
+
+
+def check_decode(
+    implementation: PagedAttention,
+    case: Case,
+    ratio: int,
+    seed: int,
+    softcap: float = 0.0,
+    sunk: bool = False,
+) -> None:
     """Output, log-sum-exp and both masses of every row against the dense softmax, in both layers."""
     geometry, pages = case.view.geometry, case.pages
     rows, scale = len(case.dense), geometry.head_dim**-0.5
     query = random_query(seed, rows, geometry.num_kv_heads * ratio, geometry.head_dim)
+    if softcap:
+        query *= 3  # so that it bends
+    sinks = random_sinks(query.shape[1]) if sunk else None
     for layer in range(geometry.num_layers):
         page_mass = np.zeros(len(pages.offsets), np.float32)
         token_mass = np.zeros(pages.total_tokens, np.float32)
-        got = implementation.decode(query, case.view, pages, layer, scale, page_mass, token_mass)
+        got = implementation.decode(
+            query, case.view, pages, layer, scale, page_mass, token_mass, softcap=softcap, sinks=sinks
+        )
         for row, dense in enumerate(case.dense):
             if dense.shape[3] == 0:
-                assert not got.out[row].any() and torch.isneginf(got.log_sum_exp[row]).all()
+                nothing = torch.full((query.shape[1],), -math.inf) if sinks is None else sinks
+                assert not got.out[row].any()
+                torch.testing.assert_close(got.log_sum_exp[row], nothing, **CLOSE)
                 continue
-            out, logs, probabilities = softmax_attention(query[row].unsqueeze(1), *dense[:, layer], scale)
+            out, logs, probabilities = softmax_attention(
+                query[row].unsqueeze(1), *dense[:, layer], scale, None, softcap, sinks
+            )
             torch.testing.assert_close(got.out[row], out[:, 0].float(), **CLOSE)
             torch.testing.assert_close(got.log_sum_exp[row], logs[:, 0].float(), **CLOSE)
             expected = probabilities.mean((0, 1)).numpy()
@@ -165,7 +197,7 @@ def check_decode(implementation: PagedAttention, case: Case, ratio: int, seed: i
             firsts = np.cumsum(pages.counts[mine]) - pages.counts[mine]
             np.testing.assert_allclose(token_mass[case.tokens_of(row)], expected, **MASS_CLOSE)
             np.testing.assert_allclose(page_mass[mine], np.add.reduceat(expected, firsts), **MASS_CLOSE)
-            assert page_mass[mine].sum() == pytest.approx(1.0, abs=1e-5)
+            assert page_mass[mine].sum() == pytest.approx(1.0 if sinks is None else expected.sum(), abs=1e-5)
 
 
 class TestEveryAttention:
@@ -269,6 +301,38 @@ class TestEveryAttention:
         implementation.decode(random_query(12, 2, 9, 64), case.view, shared, 0, 0.125, token_mass=token_mass)
         assert token_mass.sum() == pytest.approx(2.0, abs=1e-5)
 
+    @pytest.mark.parametrize(("softcap", "sunk"), BENT)
+    @pytest.mark.parametrize("ratio", [1, 3, 20])
+    def test_decode_caps_logits_and_feeds_sinks(
+        self, implementation: PagedAttention, ratio: int, softcap: float, sunk: bool
+    ) -> None:
+        case = make_case(ratio, kv_heads=2, row_pages=(7, 0, 12), low=0.4, middle_name="nf4")
+        check_decode(implementation, case, ratio, ratio, softcap, sunk)
+
+    @pytest.mark.parametrize("codec_name", quant.NAMES)
+    def test_decode_caps_logits_of_every_form(self, implementation: PagedAttention, codec_name: str) -> None:
+        check_decode(implementation, make_case(8, row_pages=(5,), codec_name=codec_name), 2, 8, 1.5, True)
+
+    def test_capped_logits_of_any_size_are_at_most_the_cap(self, implementation: PagedAttention) -> None:
+        """One token's log-sum-exp is its logit: that of logit `x` is `30 tanh(x / 30)`, of either sign."""
+        case = make_case(15, dtype="float32", kv_heads=1, row_pages=(1,), low=0.0, full=True)
+        one = case.pages._replace(counts=np.ones(1, np.int32))
+        key = case.dense[0][0, 0, 0, 0]
+        for wanted in (0.0, 1e-3, -0.5, 20.0, -60.0, 1e4, -1e6):
+            query = (key / (key @ key) * wanted).float().expand(1, 1, -1)
+            got = implementation.decode(query, case.view, one, 0, 1.0, softcap=30.0)
+            assert float(got.log_sum_exp) == pytest.approx(30 * math.tanh(wanted / 30), abs=2e-5)
+
+    def test_a_sink_as_large_as_all_logits_takes_half(self, implementation: PagedAttention) -> None:
+        case = make_case(16, row_pages=(6,))
+        query, mass = random_query(16, 1, 9, 64), np.zeros(case.pages.total_tokens, np.float32)
+        plain = implementation.decode(query, case.view, case.pages, 0, 0.125)
+        sinks = plain.log_sum_exp[0]
+        got = implementation.decode(query, case.view, case.pages, 0, 0.125, None, mass, sinks=sinks)
+        torch.testing.assert_close(got.out, plain.out / 2, **CLOSE)
+        torch.testing.assert_close(got.log_sum_exp, plain.log_sum_exp + math.log(2), **CLOSE)
+        assert mass.sum() == pytest.approx(0.5, abs=1e-5)
+
     def test_large_logits_neither_overflow_nor_drown_the_rest(self, implementation: PagedAttention) -> None:
         case = make_case(13, row_pages=(10,), low=0.5)
         query = 1e4 * random_query(13, 1, 9, 64)
@@ -285,6 +349,19 @@ class TestEveryAttention:
         keys.reshape(case.view.geometry.shape)[0, 0] *= 1e6  # the first page's logits: about +-1e6
         case.dense[0][0, 0, :, :16] *= 1e6
         check_decode(implementation, case, 1, seed=14)
+
+    @pytest.mark.parametrize(("softcap", "sunk"), [(0.0, False), (8.0, True)])
+    def test_a_mass_counts_larger_logits_that_came_after_it(
+        self, implementation: PagedAttention, softcap: float, sunk: bool
+    ) -> None:
+        """And the sinks, which come last: one head's is next to nothing, the other's above every capped logit."""
+        case = make_case(15, dtype="float32", kv_heads=1, row_pages=(4,), low=0.0, full=True)
+        for page, offset in enumerate(case.pages.offsets.tolist()):
+            factor = 2.0**page  # the largest logit grows with nearly every page
+            keys = case.view.data[offset:][: case.view.geometry.page_bytes].view(np.float32)
+            keys.reshape(case.view.geometry.shape)[:, 0] *= factor
+            case.dense[0][0, :, :, 16 * page : 16 * (page + 1)] *= factor
+        check_decode(implementation, case, 2, 15, softcap, sunk)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("source", DTYPES)
@@ -356,15 +433,30 @@ class TestEveryAttention:
         case = make_case(21, kv_heads=1, row_pages=(140,), low=0.1, full=True)
         self.check_prefill(implementation, case, 1100, window=5)
 
+    @pytest.mark.parametrize(("softcap", "sunk"), BENT)
+    @pytest.mark.parametrize(("pages", "chunk"), [(0, 1), (0, 40), (6, 1), (9, 300)])
+    def test_prefill_caps_logits_and_feeds_sinks(
+        self, implementation: PagedAttention, pages: int, chunk: int, softcap: float, sunk: bool
+    ) -> None:
+        case = make_case(chunk, row_pages=(pages,), kv_heads=2)
+        self.check_prefill(implementation, case, chunk, 16, softcap, sunk)
+
     @staticmethod
-    def check_prefill(implementation: PagedAttention, case: Case, chunk: int, window: int) -> None:
+    def check_prefill(
+        implementation: PagedAttention, case: Case, chunk: int, window: int, softcap: float = 0.0, sunk: bool = False
+    ) -> None:  # fmt: skip
         geometry, old = case.view.geometry, case.pages.total_tokens
         heads, dim, scale = geometry.num_kv_heads, geometry.head_dim, geometry.head_dim**-0.5
         query = random_query(chunk, chunk, heads * 3, dim).transpose(0, 1)
         keys, values = (random_query(chunk + i, chunk, heads, dim).transpose(0, 1) for i in (1, 2))
         keys, values = keys.to(DTYPES[geometry.dtype]), values.to(DTYPES[geometry.dtype])
         token_mass = np.ones(old + chunk, np.float32)
-        got = implementation.prefill(query, keys, values, case.view, case.pages, 1, scale, token_mass, window)
+        if softcap:
+            query = 3 * query
+        bent: dict[str, Any] = {"softcap": softcap, "sinks": random_sinks(len(query)) if sunk else None}
+        got = implementation.prefill(
+            query, keys, values, case.view, case.pages, 1, scale, token_mass, window, **bent
+        )
         old_keys, old_values = case.dense[0][:, 1]
         out, logs, probabilities = softmax_attention(
             query,
@@ -372,10 +464,11 @@ class TestEveryAttention:
             torch.cat([old_values, values.double()], 1),
             scale,
             old,
+            **bent,
         )
         torch.testing.assert_close(got.out, out.float(), **CLOSE)
         torch.testing.assert_close(got.log_sum_exp, logs.float(), **CLOSE)
         expected = probabilities[:, -window:].mean((0, 1)).numpy()
         np.testing.assert_allclose(token_mass - 1.0, expected, rtol=1e-4, atol=1e-6)
-        silent = implementation.prefill(query, keys, values, case.view, case.pages, 1, scale)
+        silent = implementation.prefill(query, keys, values, case.view, case.pages, 1, scale, **bent)
         torch.testing.assert_close(silent.out, got.out, rtol=0.0, atol=0.0)

@@ -20,7 +20,7 @@ from tests.contract.dense_cold import (
     shares,
     softmax,
 )
-from tests.contract.test_attention import CLOSE, DTYPES, MASS_CLOSE, random_query
+from tests.contract.test_attention import BENT, CLOSE, DTYPES, MASS_CLOSE, random_query
 from tierkv import quant
 from tierkv.attention.contract import READ_ALL, ColdSeen, PagedAttention
 from tierkv.geometry import DTypeName
@@ -59,6 +59,15 @@ class TestEveryAttentionOverColdPages:
         check_prefill(
             implementation, make_both(42, (5,), (9,), low=0.4, middle_name=middle_name), 6, window=4
         )
+
+    @pytest.mark.parametrize(("softcap", "sunk"), BENT)
+    def test_estimates_and_reads_have_capped_logits_and_sinks(
+        self, implementation: PagedAttention, softcap: float, sunk: bool
+    ) -> None:
+        both = make_both(43, (6, 4, 0, 3), (9, 8, 5, 0), low=0.4, middle_name="nf4", digest_layers=2)
+        check_decode(implementation, both, 3, 43, 2 * softcap, sunk)
+        chunk = make_both(44, (5,), (9,), low=0.4, digest_layers=2)
+        check_prefill(implementation, chunk, 6, 4, 2 * softcap, sunk)
 
     def test_one_kv_head_serves_more_query_heads_than_a_fused_kernel_takes(
         self, implementation: PagedAttention

@@ -20,7 +20,11 @@ from tierkv.prefetch import digests
 class TestEstimates:
     @staticmethod
     def estimated_and_true(
-        implementation: PagedAttention, pages: NDArray[np.float32], count: int, scale: float
+        implementation: PagedAttention,
+        pages: NDArray[np.float32],
+        count: int,
+        scale: float,
+        softcap: float = 0.0,
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Shares of cold pages with keys `[pages, tokens, head_dim]` for one query head, a tenth of attention in all.
 
@@ -52,17 +56,20 @@ class TestEstimates:
         )  # fmt: skip
         seen = ColdSeen(np.zeros(n, np.float32), np.zeros(n, np.float32))
         whole = Cold(cold, view._replace(data=host_bytes.reshape(-1)), 0)
-        implementation.decode(query, view, one, 0, scale, cold=whole, seen=seen)
+        implementation.decode(query, view, one, 0, scale, cold=whole, seen=seen, softcap=softcap)
         assert seen.true is not None
         return seen.estimates, seen.true
 
+    @pytest.mark.parametrize("softcap", [0.0, 2.0])
     @pytest.mark.parametrize("count", [1, 5, 16])
     def test_pages_of_identical_keys_are_estimated_exactly(
-        self, implementation: PagedAttention, count: int
+        self, implementation: PagedAttention, count: int, softcap: float
     ) -> None:
         keys = np.random.default_rng(0).integers(-127, 128, (8, 1, 64)).astype(np.float32)
         keys[:, :, 0] = 127  # then the digest's codes are the keys themselves
-        estimated, true = self.estimated_and_true(implementation, keys.repeat(16, 1) / 64, count, 0.125)
+        estimated, true = self.estimated_and_true(
+            implementation, keys.repeat(16, 1) / 64, count, 0.125, softcap
+        )
         np.testing.assert_allclose(estimated, true, rtol=1e-4)
 
     def test_pages_of_many_normal_keys_are_estimated_closely(self, implementation: PagedAttention) -> None:
@@ -72,14 +79,14 @@ class TestEstimates:
         estimated, true = self.estimated_and_true(implementation, keys.astype(np.float32), 4096, 0.125)
         np.testing.assert_allclose(estimated, true, rtol=0.15)
 
-    @pytest.mark.parametrize("scale", [0.125, 0.25, 0.5])
+    @pytest.mark.parametrize(("scale", "softcap"), [(0.125, 0), (0.25, 0), (0.5, 0), (0.25, 5), (0.5, 5)])
     def test_estimates_of_clustered_keys_sum_to_about_the_truth(
-        self, implementation: PagedAttention, scale: float
+        self, implementation: PagedAttention, scale: float, softcap: float
     ) -> None:
         """200 pages of two clusters each; the logits' sigma is about .9, 1.7 and 3.5, and a = sqrt(2 ln 16) = 2.4."""
         rng = np.random.default_rng(2)
         clusters = rng.standard_normal((200, 2, 1, 64)) + 0.5 * rng.standard_normal((200, 2, 8, 64))
         estimated, true = self.estimated_and_true(
-            implementation, clusters.reshape(200, 16, 64).astype(np.float32), 16, scale
+            implementation, clusters.reshape(200, 16, 64).astype(np.float32), 16, scale, softcap
         )
         assert 0.5 < estimated.sum() / true.sum() < 2.0

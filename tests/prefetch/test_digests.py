@@ -155,6 +155,18 @@ def test_one_token_gives_its_own_logit_and_none_give_nothing() -> None:
     assert log_mass(3.25, 0.0, 0) == -math.inf
 
 
+def test_capped_logits_have_the_capped_mean_the_slope_there_and_no_more_than_the_cap() -> None:
+    """tanh has the slope 1 at 0 and 1 - tanh(x)**2 at x."""
+    assert log_mass(0.0, 1.5, 1000, 40.0) == log_mass(0.0, 1.5, 1000)
+    bent = math.tanh(0.5)
+    assert log_mass(10.0, 1.0, 16, 20.0) == pytest.approx(
+        math.log(16) + 20 * bent + 0.5 * (1 - bent * bent) ** 2
+    )
+    assert log_mass(0.0, 100.0, 16, 20.0) == pytest.approx(math.log(16) + 20)
+    assert log_mass(1e6, 1.0, 16, 20.0) == pytest.approx(math.log(16) + 20)
+    assert log_mass(-1e6, 1.0, 16, 20.0) == pytest.approx(math.log(16) - 20)
+
+
 def test_the_daemon_can_write_digests_without_torch() -> None:
     code = "import sys, tierkv.prefetch.digests; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd="/", check=True)

@@ -219,6 +219,45 @@ def test_pins_are_asked_for_and_remembered_for_the_next_owner(world: World) -> N
         session.pin(0, 4000)
 
 
+# What leaves when ------------------------------------------------------------------------------------------------
+
+
+def test_a_decode_step_wakes_the_line_only_for_what_it_observed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    woken: list[int] = []
+    flush = client.flush
+    monkeypatch.setattr(client, "flush", lambda: (woken.append(session.step), flush()))
+    step(client, session, 1, 10)
+    assert woken  # a prompt's pages are news
+    step(client, session, 1, 1, steps=1)  # opens a page
+    until(lambda: len(session._residency.blanks) == 1)
+    woken.clear()
+    for _ in range(3):
+        step(client, session, 1, 1, steps=1)
+    assert not woken
+    session.begin(1)
+    write(client, session, 1, 14, 15)
+    session.commit(steps=1)
+    session.observe(np.full(15, 1 / 15, np.float32))
+    session.end()
+    assert woken == [5]
+
+
+def test_commits_that_wake_nobody_arrive_all_the_same(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    step(client, session, 1, 3)
+    for _ in range(5):
+        step(client, session, 1, 1, steps=1)
+    until(lambda: session._in_flight.unanswered == 0)
+    assert (settled(client, session)["tokens"], session.horizon) == (8, 8)
+
+
 # Pages ahead, and the end ----------------------------------------------------------------------------------------
 
 

@@ -5,30 +5,13 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
-    BertConfig,
-    BertLMHeadModel,
-    BloomConfig,
-    BloomForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     DynamicCache,
-    FalconConfig,
-    FalconForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -205,60 +188,7 @@ def test_a_session_with_tokens_cannot_continue_where_windows_are_lost() -> None:
         model(**prompt(12), **{CACHE: TieredCache(cache.sessions[0])})
 
 
-# Refusals ------------------------------------------------------------------------------------------------------------
-
-TINY: dict[str, Any] = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-}  # fmt: skip
-GROUPED: dict[str, Any] = TINY | {"num_key_value_heads": 2, "head_dim": 16}
-LATENT: dict[str, Any] = TINY | {
-    "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 16, "n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1,
-    "first_k_dense_replace": 2,
-}  # fmt: skip
-RELATIVE: dict[str, Any] = {
-    "vocab_size": 50, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2,
-}  # fmt: skip
-REFUSED: list[tuple[str, Callable[[], PreTrainedModel]]] = [
-    ("ALiBi", lambda: BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_head=2, n_layer=1))),
-    ("ALiBi", lambda: FalconForCausalLM(FalconConfig(**TINY, alibi=True))),
-    ("encoder-decoder", lambda: T5ForConditionalGeneration(T5Config(**RELATIVE))),
-    (
-        "cross attention",
-        lambda: BertLMHeadModel(BertConfig(**TINY, is_decoder=True, add_cross_attention=True)),
-    ),
-    ("not causal", lambda: BertLMHeadModel(BertConfig(**TINY))),
-    ("sinks", lambda: GptOssForCausalLM(GptOssConfig(**GROUPED, num_local_experts=2))),
-    ("soft-caps", lambda: Gemma2ForCausalLM(Gemma2Config(**GROUPED))),
-    ("latent", lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT))),
-    (
-        "AttentionInterface",
-        lambda: MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)),
-    ),
-    ("sliding window", lambda: build("mistral", sliding_window=8)),
-]
-
-
-@pytest.mark.parametrize(("feature", "make"), REFUSED)
-def test_what_pages_cannot_serve_is_refused_by_name_and_left_alone(
-    feature: str, make: Callable[[], PreTrainedModel]
-) -> None:
-    model = make()
-    before = model.config._attn_implementation
-    with pytest.raises(UnsupportedModel, match=feature):
-        attach(model)
-    assert model.config._attn_implementation == before
-    assert "forward" not in vars(model)
-
-
-def test_gemma_2_is_refused_for_its_soft_capping_alone() -> None:
-    """Without it, its windows stay with transformers and its other layers live in pages."""
-    with pytest.raises(UnsupportedModel) as refusal:
-        attach(build("gemma2"))
-    assert str(refusal.value) == (
-        "Gemma2ForCausalLM: it soft-caps attention logits; tierkv pages cannot serve it"
-    )
-    assert attach(build("gemma2-uncapped")).geometry().num_layers == 1
+# Refusals (more of them: `test_model_families.py`) -------------------------------------------------------------------
 
 
 def test_keys_that_change_after_the_cache_are_refused(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contract.test_attention import Case, make_case, random_query
+from tests.contract.test_attention import BENT, Case, make_case, random_query, random_sinks
 from tests.quant.pages import example_state
 from tests.triton_device import DEVICE  # skips the module where kernels cannot run
 from tierkv import quant
@@ -26,7 +26,9 @@ MASS_CLOSE = {"rtol": 1e-4, "atol": 2e-6} if interpreting() else {"rtol": 2e-2, 
 """A log of 1,000 in float32 is off by 6e-5, and so is what is weighed by it."""
 
 
-def check(case: Case, ratio: int, seed: int, layer: int = 1, scale: float = 0.0) -> None:
+def check(
+    case: Case, ratio: int, seed: int, layer: int = 1, scale: float = 0.0, softcap: float = 0.0, sunk: bool = False
+) -> None:  # fmt: skip
     """Output, log-sum-exp and page mass; the mass is added to what was there."""
     view, pages = case.view, case.pages
     geometry = view.geometry
@@ -34,15 +36,19 @@ def check(case: Case, ratio: int, seed: int, layer: int = 1, scale: float = 0.0)
     rows, kv_heads = len(case.dense), geometry.num_kv_heads
     query = random_query(seed, rows, kv_heads * ratio, geometry.head_dim)
     query = query.to(getattr(torch, geometry.dtype)).float()
+    sinks = random_sinks(query.shape[1]) if sunk else None
     before = np.linspace(0, 1, len(pages.offsets), dtype=np.float32)
     expected_mass = before.copy()
-    expected = ReferenceAttention().decode(query, view, pages, layer, scale, expected_mass)
+    expected = ReferenceAttention().decode(
+        query, view, pages, layer, scale, expected_mass, softcap=softcap, sinks=sinks
+    )
 
     device_codec = KltPages if view.codec.name == "klt2" else RotatedPages
     codec = device_codec(geometry, view.codec_state, DEVICE)
     pool, plan = torch.from_numpy(view.data).to(DEVICE), plan_pages(pages, kv_heads, DEVICE)
     mass = torch.from_numpy(before).to(DEVICE)
-    got = decode(query.to(DEVICE), pool, plan, codec, layer, scale, mass)
+    there = None if sinks is None else sinks.to(DEVICE)
+    got = decode(query.to(DEVICE), pool, plan, codec, layer, scale, mass, softcap, there)
     torch.testing.assert_close(got.out.cpu(), expected.out, **CLOSE)
     torch.testing.assert_close(got.log_sum_exp.cpu(), expected.log_sum_exp, **CLOSE)
     np.testing.assert_allclose(mass.cpu().numpy(), expected_mass, **MASS_CLOSE)
@@ -115,6 +121,17 @@ def test_long_rows_are_cut_in_items_and_merged() -> None:
 @pytest.mark.parametrize("page_tokens", [4, 128])
 def test_pages_may_be_shorter_or_longer_than_a_tile(page_tokens: int) -> None:
     check(make_case(2, kv_heads=1, page_tokens=page_tokens, row_pages=(5,)), 2, seed=2)
+
+
+@pytest.mark.parametrize(("softcap", "sunk"), BENT)
+@pytest.mark.parametrize("codec_name", ["k3v2", "klt2"])
+def test_logits_are_capped_and_sinks_fed(codec_name: str, softcap: float, sunk: bool) -> None:
+    case = make_case(7, dtype="float32", kv_heads=2, row_pages=(6, 0, 3), low=0.5, codec_name=codec_name)
+    check(case, 3, seed=7, scale=0.5, softcap=softcap, sunk=sunk)
+
+
+def test_capped_logits_of_any_size_are_at_most_the_cap() -> None:
+    check(make_case(4, dtype="float32", kv_heads=1, row_pages=(9, 2)), 2, seed=4, scale=1e4, softcap=30.0)
 
 
 def test_large_logits_neither_overflow_nor_lose_the_largest() -> None:

@@ -7,19 +7,39 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.tierkv.local_session import LocalPool, LocalSession
@@ -42,6 +62,14 @@ SHAPE: dict[str, Any] = {
 WINDOW = 8
 """Tokens that a sliding-window layer looks back."""
 
+WINDOWS: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+"""Layers 0 and 2 look WINDOW tokens back, layer 1 at everything."""
+
+EXPERTS: dict[str, Any] = {"head_dim": 16, "num_experts_per_tok": 1}
+
 GEMMA: dict[str, Any] = {
     "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 24, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -52,19 +80,37 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[st
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    # Layers 0 and 2 look WINDOW tokens back, layer 1 at everything.
-    "qwen2-windows": (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        {
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "qwen2-windows": (Qwen2Config, Qwen2ForCausalLM, WINDOWS | {"use_sliding_window": True}),
+    # Soft-capped where these small logits bend, and not at all; layers 0 and 2 have windows too.
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA | {"attn_logit_softcapping": 2.0}),
+    "gemma2-uncapped": (Gemma2Config, Gemma2ForCausalLM, GEMMA | {"attn_logit_softcapping": None}),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA | WINDOWS),
+    "gpt-oss": (GptOssConfig, GptOssForCausalLM, WINDOWS | EXPERTS | {"num_local_experts": 2}),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM, WINDOWS | {"head_dim": 16, "logit_scale": 1.0}),
+    "llama4": (
+        Llama4TextConfig,
+        Llama4ForCausalLM,
+        EXPERTS
+        | {
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0, 1],
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
         },
     ),
-    # As it comes, with soft-capping, and without; its layers 0 and 2 have windows too.
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA),
-    "gemma2-uncapped": (Gemma2Config, Gemma2ForCausalLM, GEMMA | {"attn_logit_softcapping": None}),
+    "llama-mha": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
+    "llama-mqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 1}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        EXPERTS | {"num_experts": 2, "moe_intermediate_size": 32},
+    ),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"sliding_window": None}),
+    "gpt-neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"num_key_value_heads": None}),
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {"num_key_value_heads": None}),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "granite": (GraniteConfig, GraniteForCausalLM, {}),
 }
 
 

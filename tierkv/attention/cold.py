@@ -9,15 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.attention.cold_kernels import add_read_mass, audit_pages, read_in_place
-from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, Pages, PoolView
+from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, Pages, PoolView, Scale
 from tierkv.attention.estimate_kernels import estimate
-from tierkv.attention.layer_view import layer_view
+from tierkv.attention.layer_view import LayerView, LayerViews
 from tierkv.attention.online_softmax import Floats
 from tierkv.numba_setup import thread_count
 from tierkv.prefetch.digests import digest_shape
 
 NOTHING = np.zeros(0, np.float32)
-NO_PAGES = np.zeros((0, 0), np.float32)
 
 Arrays = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, NDArray[np.bool_]]
 """The working memory of `decode` (`cpu.Scratch.arrays`)."""
@@ -31,10 +30,15 @@ class Choice(NamedTuple):
 
 
 class ColdScratch:
-    """Working memory of one thread. An array is made anew when its shape changes: pages come one in many steps."""
+    """Working memory of one thread, and its views of the host pool.
+
+    An array is made anew when its shape changes: pages come one in many steps.
+    """
 
     def __init__(self) -> None:
         self._arrays: dict[str, Floats] = {}
+        self._pools: tuple[PoolView, PoolView] | None = None
+        self._views = LayerViews()
 
     def floats(self, name: str, *shape: int) -> Floats:
         """An array of that shape, of any content; valid until the next call of that name."""
@@ -42,6 +46,12 @@ class ColdScratch:
         if held is None or held.shape != shape:
             held = self._arrays[name] = np.empty(shape, np.float32)
         return held
+
+    def host(self, pool: PoolView, layer: int) -> LayerView:
+        """A layer of the host pool, to be read."""
+        if self._pools is None or self._pools[0] is not pool:
+            self._pools = pool, kernel_view(pool)
+        return self._views.of(self._pools[1], layer)
 
 
 def kernel_view(pool: PoolView) -> PoolView:
@@ -75,7 +85,7 @@ def gather(pages: ColdPages, which: NDArray[np.int64]) -> Pages:
 
 
 def look(
-    scratch: ColdScratch, query: Floats, pool: PoolView, cold: Cold, layer: int, scale: float, log_sum_exp: Floats,
+    scratch: ColdScratch, query: Floats, pool: PoolView, cold: Cold, layer: int, scale: Scale, log_sum_exp: Floats,
     queries: int, seen: ColdSeen | None,
 ) -> Choice:  # fmt: skip
     """Estimate all cold pages, add to `seen.estimates`, and choose: nothing, at a layer without digests.
@@ -100,7 +110,7 @@ def look(
     record_bytes = digest_shape(geometry, pool.digest_layers).record_bytes
     estimate(
         query, np.asarray(pool.data), cold.pages.digests, cold.pages.counts, cold.pages.row_starts,
-        (layer - first_layer) * geometry.num_kv_heads * record_bytes, geometry.num_kv_heads, np.float32(scale),
+        (layer - first_layer) * geometry.num_kv_heads * record_bytes, geometry.num_kv_heads, scale,
         log_sum_exp, queries, cold.read,
         scratch.floats("decoded", thread_count(), 2, dim),
         scratch.floats("estimates", columns, count), scratch.floats("shares", columns, count),
@@ -120,46 +130,42 @@ def _everything(row_starts: NDArray[np.int64], kv_heads: int) -> Choice:
 
 def read(
     scratch: ColdScratch, arrays: Arrays, query: Floats, cold: Cold, choice: Choice,
-    layer: int, scale: float, token_mass: NDArray[np.float32] | None, out: Floats, log_sum_exp: Floats,
+    layer: int, scale: Scale, token_mass: NDArray[np.float32] | None, out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
     """Attend the chosen pages in place and merge them into `out` and `log_sum_exp`; `arrays` as `decode` has them."""
     if not len(choice.pages):
         return
-    geometry, view = cold.host.geometry, layer_view(kernel_view(cold.host), layer)
+    geometry, view = cold.host.geometry, scratch.host(cold.host, layer)
     units = gather(cold.pages, choice.pages)
     _, q_heads, dim = query.shape
     group = q_heads // geometry.num_kv_heads
-    logits = (
-        scratch.floats("logits", 0, 0, 0)
-        if token_mass is None
-        else scratch.floats("logits", len(choice.pages), q_heads, geometry.page_tokens)
-    )
+    kept_units = 0 if token_mass is None else len(choice.pages)
+    tops, totals = (scratch.floats(name, kept_units, q_heads) for name in ("page_tops", "page_totals"))
+    kept = scratch.floats("kept", kept_units, q_heads, geometry.page_tokens)
     read_in_place(
         query, view.words, view.packed, view.is_bfloat16, view.code, view.state, view.middle,
-        view.layer, view.num_layers,
-        geometry.num_kv_heads, np.float32(scale),
-        units.offsets, units.kinds, units.counts, choice.starts, *arrays, NO_PAGES, logits,
+        view.layer, view.num_layers, geometry.num_kv_heads, scale,
+        units.offsets, units.kinds, units.counts, choice.starts, *arrays, tops, totals, kept,
         scratch.floats("part", group, dim), scratch.floats("part_log", group), out, log_sum_exp,
     )  # fmt: skip
     if token_mass is not None:
         add_read_mass(
-            logits, choice.pages, units.counts, choice.starts, cold.pages.token_starts, geometry.num_kv_heads,
+            tops, kept, choice.pages, units.counts, choice.starts, cold.pages.token_starts, geometry.num_kv_heads,
             log_sum_exp, token_mass,
         )  # fmt: skip
 
 
 def audit(
-    scratch: ColdScratch, arrays: Arrays, query: Floats, cold: Cold, layer: int, scale: float,
+    scratch: ColdScratch, arrays: Arrays, query: Floats, cold: Cold, layer: int, scale: Scale,
     hbm_log: Floats, attended_log: Floats, seen: ColdSeen | None,
 ) -> None:  # fmt: skip
     """Add the true shares, if `seen` asks for them; `hbm_log`, `attended_log` `[rows, q_heads]`."""
     if not wants_audit(seen):
         return
     assert seen is not None
-    host, geometry = kernel_view(cold.host), cold.host.geometry
     blocks, weights, low_query, low_bias, *_ = arrays
     audit_pages(
-        query, *layer_view(host, layer), geometry.num_kv_heads, np.float32(scale),
+        query, *scratch.host(cold.host, layer), cold.host.geometry.num_kv_heads, scale,
         cold.pages.offsets, cold.pages.kinds, cold.pages.counts, cold.pages.row_starts,
         blocks, weights, low_query, low_bias,
         scratch.floats("page_logs", len(cold.pages.offsets), query.shape[1]), hbm_log, attended_log,

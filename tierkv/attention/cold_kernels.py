@@ -13,11 +13,12 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
+from tierkv.attention.contract import Scale
 from tierkv.attention.decode_kernels import EXACT, FUSED_GROUP, MIDDLE, attend_segment, merge_segments
 from tierkv.attention.layer_view import Middle
+from tierkv.attention.mass_kernels import add_weights
 from tierkv.attention.online_softmax import (
     MINUS_INFINITY,
-    ONE,
     ZERO,
     Floats,
     Words,
@@ -37,13 +38,13 @@ Flags = NDArray[np.bool_]
 def read_lane(
     lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
-    none: Floats, logits: Floats,
+    page_tops: Floats, page_totals: Floats, kept: Floats,
 ) -> None:  # fmt: skip
-    """The units `[lane * piece, (lane + 1) * piece)`; `none` is `[0, 0]`."""
+    """The units `[lane * piece, (lane + 1) * piece)`."""
     group = query.shape[1] // kv_heads
     pairs = pair_starts.shape[0] - 1
     unit, pair = int(lane * piece), 0
@@ -58,7 +59,7 @@ def read_lane(
             query[row, head * group : (head + 1) * group], words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, head, scale, offsets, kinds, counts, unit, last,
             blocks[lane], weights[lane], low_query[lane], low_bias[lane],
-            tops[i], totals[i], exact_sums[i], low_sums[i], has_low[i : i + 1], none, none, logits,
+            tops[i], totals[i], exact_sums[i], low_sums[i], has_low[i : i + 1], page_tops, page_totals, kept,
         )  # fmt: skip
         unit = last
 
@@ -80,15 +81,16 @@ def join(out: Floats, log_sum_exp: Floats, part: Floats, part_log: Floats) -> No
 @kernel(parallel=True)
 def read_in_place(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
-    none: Floats, logits: Floats, part: Floats, part_log: Floats, out: Floats, log_sum_exp: Floats,
+    page_tops: Floats, page_totals: Floats, kept: Floats, part: Floats, part_log: Floats,
+    out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
     """Every pair's own pages, merged into `out` and `log_sum_exp`; `part`, `part_log` (`[group, ..]`) are scratch.
 
-    `words` and `packed` are the host pool. `logits` is `[units, q_heads, page_tokens]` or empty.
+    `words` and `packed` are the host pool. `page_tops`, `page_totals` and `kept` have a row for each unit, or none.
     """
     lanes, pairs = blocks.shape[0], pair_starts.shape[0] - 1
     group, page_tokens = query.shape[1] // kv_heads, weights.shape[2]
@@ -98,7 +100,7 @@ def read_in_place(
             np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, scale,
             offsets, kinds, counts, pair_starts, blocks, weights, low_query, low_bias,
-            tops, totals, exact_sums, low_sums, has_low, none, logits,
+            tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, kept,
         )  # fmt: skip
     for pair in range(pairs):
         first, last = int(pair_starts[pair]), int(pair_starts[pair + 1])
@@ -114,30 +116,31 @@ def read_in_place(
         join(out[row, mine], log_sum_exp[row, mine], part, part_log)
 
 
-@kernel()
+@kernel(fastmath=True)
 def add_read_mass(
-    logits: Floats, pages: NDArray[np.int64], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
-    token_starts: NDArray[np.int64], kv_heads: int, log_sum_exp: Floats, token_mass: Floats,
+    page_tops: Floats, kept: Floats, pages: NDArray[np.int64], counts: NDArray[np.int32],
+    pair_starts: NDArray[np.int64], token_starts: NDArray[np.int64], kv_heads: int, log_sum_exp: Floats,
+    token_mass: Floats,
 ) -> None:  # fmt: skip
     """Add the mass of the tokens read in place; `pages` are the units' pages, `token_starts` all cold pages'."""
     q_heads = log_sum_exp.shape[1]
     group = q_heads // kv_heads
-    share = ONE / np.float32(q_heads)
     for pair in range(pair_starts.shape[0] - 1):
         row, head = pair // kv_heads, pair % kv_heads
+        mine = slice(head * group, (head + 1) * group)
         for unit in range(pair_starts[pair], pair_starts[pair + 1]):
-            start = token_starts[pages[unit]]
-            for h in range(head * group, (head + 1) * group):
-                for t in range(counts[unit]):
-                    mass = exp_negative(min(logits[unit, h, t] - log_sum_exp[row, h], ZERO))
-                    token_mass[start + t] += share * mass
+            start, count = token_starts[pages[unit]], counts[unit]
+            add_weights(
+                kept[unit, mine], page_tops[unit, mine], log_sum_exp[row, mine], q_heads,
+                token_mass[start : start + count],
+            )  # fmt: skip
 
 
 @kernel(fastmath=True)
 def audit_lane(
     lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     block: Floats, weights: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
 ) -> None:  # fmt: skip
@@ -214,7 +217,7 @@ def audit_row(
 @kernel(parallel=True)
 def audit_pages(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
     hbm_log: Floats, attended_log: Floats, true: Floats, attended: Floats,

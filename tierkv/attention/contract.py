@@ -15,6 +15,11 @@ normalized jointly, because against what lies in HBM alone every cold page would
 the largest shares (summed over a KV head's query heads; the lowest index first where they are equal) are attended in
 place from the host pool, by that KV head alone. A page without a digest, or whose estimate is not finite, has share
 zero and is never chosen. Masses are shares of everything that was attended.
+
+**Soft-capping and sinks.** With `softcap` a logit is `softcap * tanh(logit / softcap)` wherever one is computed, and
+an estimate is that of such logits. A sink is one more token that every query of a head sees, always in HBM, with a
+logit of its own and a value of zeros: it counts in `log_sum_exp` and so in every share, but is no page's and no token's
+mass. What the masses lack to 1 is what the sinks took.
 """
 
 from __future__ import annotations
@@ -99,6 +104,13 @@ Picked on SmolLM2's recall probes, beside each query's own choice and the mean o
 """
 
 
+class Scale(NamedTuple):
+    """What makes a logit of a query's product with a key."""
+
+    factor: float
+    cap: float  # of `cap * tanh(logit / cap)`; 0: none
+
+
 class Attended(NamedTuple):
     out: torch.Tensor  # float32, shape of the query
     log_sum_exp: torch.Tensor  # float32, the query's shape without head_dim
@@ -123,6 +135,7 @@ class PagedAttention(Protocol):
         self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
         page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
         cold: Cold | None = None, seen: ColdSeen | None = None,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
         """One query a row over its pages.
 
@@ -135,8 +148,10 @@ class PagedAttention(Protocol):
                 heads that did not read a page count as zero).
             cold: the rows' cold pages; none are chosen at a layer without digests.
             seen: gets what was seen of the cold pages added; ignored without `cold`.
+            softcap: what logits are capped to; 0 for none.
+            sinks: `[q_heads]` logits, any float dtype.
 
-        A row that attends nothing gets zeros and `log_sum_exp = -inf`.
+        A row that attends nothing gets zeros and `log_sum_exp = -inf` (or its sinks).
         """
         ...
 
@@ -144,6 +159,7 @@ class PagedAttention(Protocol):
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
         layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
         cold: Cold | None = None, seen: ColdSeen | None = None,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
         """A chunk of ONE row: query `t` attends all of `pages` and new tokens `0..t`.
 
@@ -156,5 +172,6 @@ class PagedAttention(Protocol):
                 heads and over the chunk's last `window` queries.
             cold: the row's cold pages; their `token_starts` lie below `total_tokens`.
             seen: gets what the chunk's last query saw of them added.
+            softcap, sinks: as of `decode`.
         """
         ...

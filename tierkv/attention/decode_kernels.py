@@ -19,8 +19,8 @@ Arrays that several kernels share:
     tops, totals          [segments, group]           the largest logit; the sum of exp(logit - top)
     exact_sums, low_sums  [segments, group, head_dim] weighted values, not yet divided by the total
     has_low               [segments]                  whether `low_sums` holds anything
-    page_tops, page_totals    [pages, q_heads] or empty: top and total of each page, for page masses
-    logits                [pages, q_heads, page_tokens] or empty: every scaled logit, for token masses
+    page_tops, page_totals    [pages, q_heads] or empty: the top when the page was attended, and its sum of weights
+    kept                  [pages, q_heads, page_tokens] or empty: its weights exp(logit - top), for token masses
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
+from tierkv.attention.contract import Scale
 from tierkv.attention.layer_view import Middle
 from tierkv.attention.online_softmax import (
     MINUS_INFINITY,
@@ -63,11 +64,11 @@ FUSED_GROUP = 16
 @kernel(inline=True)
 def attend_segment(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, head: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, head: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], first: int, last: int,
     block: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sum: Floats, low_sum: Floats, has_low: Flags,
-    page_tops: Floats, page_totals: Floats, logits: Floats,
+    page_tops: Floats, page_totals: Floats, kept: Floats,
 ) -> None:  # fmt: skip
     """Pages `[first, last)` of one row and KV head, for its `group` query heads; `has_low` is `[1]`."""
     group, dim = query.shape
@@ -112,8 +113,6 @@ def attend_segment(
         for g in range(group):
             row = weights[g]
             top = scale_and_top(row, count, scale)
-            if logits.shape[0] > 0:
-                logits[page, head * group + g, :count] = row[:count]
             if top > tops[g]:
                 shrink = exp_negative(tops[g] - top)
                 tops[g] = top
@@ -125,9 +124,11 @@ def attend_segment(
         for g in range(group):
             mass = total_of(weights[g])
             totals[g] += mass
-            if page_totals.shape[0] > 0:
+            if page_tops.shape[0] > 0:
                 page_tops[page, head * group + g] = tops[g]
                 page_totals[page, head * group + g] = mass
+            if kept.shape[0] > 0:
+                kept[page, head * group + g] = weights[g]
         if exact:
             widen_into(words[start + values_at : start + values_at + count * dim], is_bfloat16, block)
             exact_values(weights, block, count, exact_sum)
@@ -152,11 +153,11 @@ def attend_segment(
 def attend_lane(
     lane: np.int64, piece: int,
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
     blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
-    page_tops: Floats, page_totals: Floats, logits: Floats,
+    page_tops: Floats, page_totals: Floats, kept: Floats,
 ) -> None:  # fmt: skip
     """The units `[lane * piece, (lane + 1) * piece)` of the line, one segment after the other."""
     rows, q_heads, _ = query.shape
@@ -176,7 +177,7 @@ def attend_lane(
             query[row, head * group : (head + 1) * group], words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, head, scale, offsets, kinds, counts, first, last,
             blocks[lane], weights[lane], low_query[lane], low_bias[lane],
-            tops[i], totals[i], exact_sums[i], low_sums[i], has_low[i : i + 1], page_tops, page_totals, logits,
+            tops[i], totals[i], exact_sums[i], low_sums[i], has_low[i : i + 1], page_tops, page_totals, kept,
         )  # fmt: skip
         unit += last - first
 
@@ -223,14 +224,25 @@ def merge_segments(
             )  # fmt: skip
 
 
+@kernel(fastmath=True)
+def join_sinks(sinks: Floats, out: Floats, log_sum_exp: Floats) -> None:
+    """Logits `[group]` of which none gives a value take their share of `out` `[group, head_dim]`."""
+    for g in range(sinks.shape[0]):
+        top = max(log_sum_exp[g], sinks[g])
+        mine = exp_negative(log_sum_exp[g] - top)
+        total = mine + exp_negative(sinks[g] - top)
+        log_sum_exp[g] = top + np.float32(math.log(total))
+        scale_row(out[g], mine / total)
+
+
 @kernel()
 def finish_pair(
     pair: int, piece: int, code: int, state: Floats, layer: int, num_layers: int, kv_heads: int, page_tokens: int,
-    row_starts: NDArray[np.int64],
+    row_starts: NDArray[np.int64], sinks: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
-    """Output of one row and KV head from its segments; zeros and -inf for a row without pages."""
+    """Output of one row and KV head from its segments and sink; zeros and -inf for a row without either."""
     group = out.shape[1] // kv_heads
     row, head = pair // kv_heads, pair % kv_heads
     to = out[row, head * group : (head + 1) * group]
@@ -239,26 +251,28 @@ def finish_pair(
     if pages == 0:
         to[:] = ZERO
         to_log[:] = MINUS_INFINITY
-        return
-    unit = row_starts[row] * kv_heads + head * pages
-    merge_segments(
-        pair + unit // piece, pair + (unit + pages - 1) // piece + 1,
-        code, state, layer, num_layers, kv_heads, head, page_tokens,
-        tops, totals, exact_sums, low_sums, has_low, to, to_log,
-    )  # fmt: skip
+    else:
+        unit = row_starts[row] * kv_heads + head * pages
+        merge_segments(
+            pair + unit // piece, pair + (unit + pages - 1) // piece + 1,
+            code, state, layer, num_layers, kv_heads, head, page_tokens,
+            tops, totals, exact_sums, low_sums, has_low, to, to_log,
+        )  # fmt: skip
+    if sinks.shape[0] > 0:
+        join_sinks(sinks[head * group : (head + 1) * group], to, to_log)
 
 
 @kernel(parallel=True)
 def decode(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
-    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: np.float32,
+    middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
-    blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    sinks: Floats, blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
-    page_tops: Floats, page_totals: Floats, logits: Floats,
+    page_tops: Floats, page_totals: Floats, kept: Floats,
     out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
-    """The whole batch; `log_sum_exp` is `[rows, q_heads]`, `lanes` is `blocks.shape[0]`."""
+    """The whole batch; `log_sum_exp` `[rows, q_heads]`, `sinks` `[q_heads]` or empty, as many lanes as `blocks`."""
     rows = query.shape[0]
     lanes = blocks.shape[0]
     page_tokens = weights.shape[2]
@@ -268,11 +282,11 @@ def decode(
             np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, scale,
             offsets, kinds, counts, row_starts, blocks, weights, low_query, low_bias,
-            tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, logits,
+            tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, kept,
         )  # fmt: skip
     # Not worth a second barrier for a few rows: a merge takes microseconds.
     for pair in range(rows * kv_heads):
         finish_pair(
-            pair, piece, code, state, layer, num_layers, kv_heads, page_tokens, row_starts,
+            pair, piece, code, state, layer, num_layers, kv_heads, page_tokens, row_starts, sinks,
             tops, totals, exact_sums, low_sums, has_low, out, log_sum_exp,
         )  # fmt: skip

@@ -22,12 +22,15 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
+from tierkv.attention.contract import Scale
 from tierkv.attention.online_softmax import (
     HALF,
     MINUS_INFINITY,
     ONE,
+    TWO,
     ZERO,
     Floats,
+    capped,
     exp_in_place,
     scale_row,
     total_of,
@@ -40,13 +43,13 @@ Bytes = NDArray[np.uint8]
 
 UNKNOWN = np.float32(-1.0)
 """Marks in `wanted` a page that a KV head knows nothing about, and so does not choose."""
-TWO, INFINITY = np.float32(2.0), np.float32(np.inf)
+INFINITY = np.float32(np.inf)
 
 
 @kernel(fastmath=True)
 def estimate_lane(
     lane: np.int64, piece: int, query: Floats, packed: Bytes, digests: NDArray[np.int64], counts: NDArray[np.int32],
-    row_starts: NDArray[np.int64], at: int, kv_heads: int, scale: np.float32,
+    row_starts: NDArray[np.int64], at: int, kv_heads: int, scale: Scale,
     means: Floats, deviations: Floats, estimates: Floats, wanted: Floats,
 ) -> None:  # fmt: skip
     """The pages `[lane * piece, (lane + 1) * piece)`; their layer's records start `at` bytes into each digest.
@@ -72,8 +75,8 @@ def estimate_lane(
         a = np.float32(math.sqrt(TWO * log_count))
         for head in range(kv_heads):
             record = digests[page] + at + head * size
-            mean_step = load_float(packed, record) * scale
-            deviation_step = load_float(packed, record + 4) * abs(scale)
+            mean_step = load_float(packed, record) * scale.factor
+            deviation_step = load_float(packed, record + 4) * abs(scale.factor)
             codes = np.uint64(record + SCALES_BYTES)
             for d in range(dim):
                 means[d] = np.float32(np.int8(packed[codes + np.uint64(d)]))
@@ -89,9 +92,15 @@ def estimate_lane(
                     along += x * means[d]
                     spread = x * deviations[d]
                     across += spread * spread
-                sigma = deviation_step * np.float32(math.sqrt(across))
+                mean, sigma = mean_step * along, deviation_step * np.float32(math.sqrt(across))
+                room = INFINITY
+                if scale.cap > ZERO:
+                    mean = capped(mean, scale.cap)
+                    bent = mean / scale.cap
+                    sigma *= ONE - bent * bent
+                    room = scale.cap - mean
                 above = HALF * sigma * sigma if sigma <= a else a * sigma - HALF * a * a
-                known = log_count + mean_step * along + above
+                known = log_count + mean + (room if above > room else above)
                 # Not math.isfinite, which fast math may fold.
                 finite = known > MINUS_INFINITY and known < INFINITY
                 estimates[c, page] = known if finite else MINUS_INFINITY
@@ -149,7 +158,7 @@ def choose(wanted: Floats, first: np.int64, best: NDArray[np.int64]) -> int:
 @kernel(parallel=True)
 def estimate(
     query: Floats, packed: Bytes, digests: NDArray[np.int64], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
-    at: int, kv_heads: int, scale: np.float32, log_sum_exp: Floats, queries: int, read: int,
+    at: int, kv_heads: int, scale: Scale, log_sum_exp: Floats, queries: int, read: int,
     decoded: Floats, estimates: Floats, shares: Floats, wanted: Floats,
     seen: Floats, chosen: NDArray[np.int64], chosen_starts: NDArray[np.int64],
 ) -> None:  # fmt: skip

@@ -25,8 +25,8 @@ class Middle(NamedTuple):
 class LayerView(NamedTuple):
     """What every kernel that reads pages is given, in this order.
 
-    `words` and `packed` are the pool, from where the layer of a page at offset 0 would begin if it were the kernel's
-    `layer`.
+    `words` are uint32 for float32 pages and uint16 for the half types. They and `packed` are the pool, from where the
+    layer of a page at offset 0 would begin if it were the kernel's `layer`.
     """
 
     words: Words
@@ -39,12 +39,6 @@ class LayerView(NamedTuple):
     num_layers: int
 
 
-def words_of(pool: PoolView) -> Words:
-    """The pool as page words: uint32 for float32 pages, uint16 for the half types."""
-    words: Words = np.asarray(pool.data).view(WORD[pool.geometry.dtype])
-    return words
-
-
 def layer_view(pool: PoolView, layer: int) -> LayerView:
     """One layer of the pool's pages, of every form."""
     geometry, data = pool.geometry, np.asarray(pool.data)
@@ -52,7 +46,7 @@ def layer_view(pool: PoolView, layer: int) -> LayerView:
     middle = (pool.middle or pool.codec).layer_block(geometry, layer)
     layer_words = geometry.values // geometry.num_layers
     return LayerView(
-        words_of(pool)[(layer - block.layer) * layer_words :],
+        data.view(WORD[geometry.dtype])[(layer - block.layer) * layer_words :],
         data[block.start :],
         geometry.dtype == "bfloat16",
         block.code,
@@ -61,3 +55,22 @@ def layer_view(pool: PoolView, layer: int) -> LayerView:
         block.layer,
         block.num_layers,
     )
+
+
+class LayerViews:
+    """The layers of one pool, made when first asked for: a pool stays the same object for many steps.
+
+    Not to be shared by threads.
+    """
+
+    def __init__(self) -> None:
+        self._pool: PoolView | None = None
+        self._views: dict[int, LayerView] = {}
+
+    def of(self, pool: PoolView, layer: int) -> LayerView:
+        if pool is not self._pool:
+            self._pool, self._views = pool, {}
+        view = self._views.get(layer)
+        if view is None:
+            view = self._views[layer] = layer_view(pool, layer)
+        return view

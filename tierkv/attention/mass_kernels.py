@@ -1,78 +1,48 @@
-"""Attention probabilities of tokens and pages, after `decode` has left its logits and log-sum-exps behind."""
+"""Attention probabilities of tokens and pages, from the weights that `decode` left and the log-sum-exps it ended at.
+
+A weight is exp(logit - top), where `top` was the largest logit so far when its page was attended: a probability is the
+weight times exp(top - log_sum_exp), one exponential a page and head.
+"""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
-from tierkv.attention.online_softmax import ONE, ZERO, Floats, exp_in_place, exp_negative, shift
+from tierkv.attention.online_softmax import ZERO, Floats, exp_negative
 from tierkv.numba_setup import kernel
 
 
-@kernel(fastmath=True)
-def probabilities_of_page(logits: Floats, count: int, log_sum_exp: Floats) -> None:
-    """Logits `[q_heads, page_tokens]` of a page; row 0 becomes its tokens' probabilities averaged over the heads."""
-    q_heads, page_tokens = logits.shape
-    for head in range(q_heads):
-        shift(logits[head], count, log_sum_exp[head])
-    exp_in_place(logits.reshape(q_heads * page_tokens))
-    mean = logits[0]
-    for head in range(1, q_heads):
-        other = logits[head]
-        for t in range(page_tokens):
-            mean[t] += other[t]
-    share = ONE / np.float32(q_heads)
-    for t in range(page_tokens):
-        mean[t] *= share
-
-
 @kernel()
-def probabilities_of_lane(
-    lane: np.int64, piece: int, logits: Floats, counts: NDArray[np.int32], row_starts: NDArray[np.int64],
-    log_sum_exp: Floats,
-) -> None:  # fmt: skip
-    """`probabilities_of_page` for the pages `[lane * piece, (lane + 1) * piece)`."""
-    row = 0
-    for page in range(lane * piece, min(counts.shape[0], (lane + 1) * piece)):
-        while row_starts[row + 1] <= page:
-            row += 1
-        probabilities_of_page(logits[page], counts[page], log_sum_exp[row])
-
-
-@kernel(parallel=True)
-def add_token_mass(
-    logits: Floats, counts: NDArray[np.int32], token_starts: NDArray[np.int64], row_starts: NDArray[np.int64],
-    log_sum_exp: Floats, lanes: int, token_mass: Floats, page_mass: Floats,
-) -> None:  # fmt: skip
-    """Add to `token_mass` and, unless it is empty, `page_mass`. `logits` `[pages, q_heads, page_tokens]` is used up."""
-    pages = counts.shape[0]
-    piece = (pages + lanes - 1) // lanes
-    for lane in prange(lanes):
-        probabilities_of_lane(np.int64(lane), piece, logits, counts, row_starts, log_sum_exp)
-    # Serial: rows that share a prefix may name the same tokens.
-    for page in range(pages):
-        total = ZERO
-        for t in range(counts[page]):
-            token_mass[token_starts[page] + t] += logits[page, 0, t]
-            total += logits[page, 0, t]
-        if page_mass.shape[0] > 0:
-            page_mass[page] += total
+def share_of(top: np.float32, log_sum_exp: np.float32, q_heads: int) -> np.float32:
+    """What a weight of one query head adds to a mean over `q_heads` of them."""
+    return exp_negative(min(top - log_sum_exp, ZERO)) / np.float32(q_heads)
 
 
 @kernel(fastmath=True)
-def add_page_mass(
-    page_tops: Floats,
-    page_totals: Floats,
-    row_starts: NDArray[np.int64],
-    log_sum_exp: Floats,
-    page_mass: Floats,
-) -> None:
-    """Add to `page_mass` from the tops and totals `[pages, q_heads]` that `decode` left."""
+def add_weights(kept: Floats, tops: Floats, log_sum_exp: Floats, q_heads: int, mass: Floats) -> None:
+    """Add one page's `kept` `[heads, page_tokens]` to `mass` `[tokens]`; `tops` and `log_sum_exp` are `[heads]`."""
+    for head in range(kept.shape[0]):
+        share = share_of(tops[head], log_sum_exp[head], q_heads)
+        weights = kept[head, : mass.shape[0]]
+        for t in range(mass.shape[0]):
+            mass[t] += share * weights[t]
+
+
+@kernel(fastmath=True)
+def add_masses(
+    page_tops: Floats, page_totals: Floats, kept: Floats, counts: NDArray[np.int32], token_starts: NDArray[np.int64],
+    row_starts: NDArray[np.int64], log_sum_exp: Floats, page_mass: Floats, token_mass: Floats,
+) -> None:  # fmt: skip
+    """Add to `page_mass` and `token_mass`, whichever is not empty. Serial: rows may share tokens, and it is short."""
     rows, q_heads = log_sum_exp.shape
     for row in range(rows):
         for page in range(row_starts[row], row_starts[row + 1]):
-            mass = ZERO
-            for head in range(q_heads):
-                mass += page_totals[page, head] * exp_negative(page_tops[page, head] - log_sum_exp[row, head])
-            page_mass[page] += mass / np.float32(q_heads)
+            if token_mass.shape[0] > 0:
+                start = token_starts[page]
+                mine = token_mass[start : start + counts[page]]
+                add_weights(kept[page], page_tops[page], log_sum_exp[row], q_heads, mine)
+            if page_mass.shape[0] > 0:
+                for head in range(q_heads):
+                    share = share_of(page_tops[page, head], log_sum_exp[row, head], q_heads)
+                    page_mass[page] += share * page_totals[page, head]

@@ -10,6 +10,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.attention.contract import Scale
 from tierkv.numba_setup import kernel
 from tierkv.quant.floats import float_of, widen
 
@@ -17,7 +18,7 @@ Floats = NDArray[np.float32]
 Words = NDArray[np.uint16] | NDArray[np.uint32]
 """Exact pages as unsigned integers of their item size (`quant.floats.page_words`)."""
 
-ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+ZERO, HALF, ONE, TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(2.0)
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2.0))
 NEGLIGIBLE = np.float32(-87.0)
 """exp of this is 1.6e-38, the smallest normal float32; weights below it are zero."""
@@ -111,13 +112,25 @@ def scale_row(row: Floats, factor: np.float32) -> None:
         row[d] *= factor
 
 
+@kernel()
+def capped(x: np.float32, cap: float) -> np.float32:
+    """cap * tanh(x / cap), from `exp_negative` so that loops over it vectorize."""
+    e = exp_negative(-abs(TWO * x / cap))
+    size = cap * (ONE - e) / (ONE + e)
+    return -size if x < ZERO else size
+
+
 @kernel(fastmath=True)
-def scale_and_top(row: Floats, count: int, scale: np.float32) -> np.float32:
-    """Scale the first `count` logits in place; their maximum."""
+def scale_and_top(row: Floats, count: int, scale: Scale) -> np.float32:
+    """Make logits of the first `count` products in place; their maximum."""
     top = MINUS_INFINITY
     for t in range(count):
-        row[t] *= scale
+        row[t] *= scale.factor
         top = row[t] if row[t] > top else top
+    if scale.cap > ZERO:
+        for t in range(count):
+            row[t] = capped(row[t], scale.cap)
+        top = capped(top, scale.cap)
     return top
 
 

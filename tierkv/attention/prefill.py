@@ -2,7 +2,8 @@
 
 Each block is attended by torch's flash kernel for CPUs, which also returns the log-sum-exp by which blocks are merged
 (the public `scaled_dot_product_attention` does not). The query heads of one KV head are the kernel's heads and KV heads
-its batch, so that grouped queries read the same keys through a stride of zero.
+its batch, so that grouped queries read the same keys through a stride of zero. Capped logits, which that kernel does
+not know, are written out.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierkv.attention.contract import Attended
+from tierkv.attention.contract import Attended, Scale
 
 BLOCK_TOKENS = 1024
 """Tokens of earlier pages that are dense at a time: 4 MiB of keys and values for 8 heads of 64 values."""
+
+QUERIES = 256
+"""Queries whose capped logits are in memory at a time: 9 MiB of them for 9 heads and a block of tokens."""
 
 
 class Block(NamedTuple):
@@ -33,24 +37,49 @@ Blocks = Callable[[], Iterable[Block]]
 
 
 def flash(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: Scale, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`query` `[kv_heads, group, chunk, head_dim]` -> out of that shape and log-sum-exp `[kv_heads, group, chunk]`."""
     group = query.shape[1]
+    if scale.cap > 0:
+        return _written_out(query, keys, values, scale, causal)
     out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query,
         keys.unsqueeze(1).expand(-1, group, -1, -1),
         values.unsqueeze(1).expand(-1, group, -1, -1),
         0.0,
         causal,
-        scale=scale,
+        scale=scale.factor,
     )
     return out, log_sum_exp
 
 
+def _written_out(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: Scale, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`flash` with capped logits, some queries at a time. A causal chunk's query `t` sees keys `0..t`."""
+    out, log_sum_exp = torch.empty_like(query), query.new_empty(query.shape[:-1])
+    for start in range(0, query.shape[2], QUERIES):
+        here = slice(start, min(start + QUERIES, query.shape[2]))
+        seen = here.stop if causal else keys.shape[1]
+        logits = logits_of(query[:, :, here], keys[:, :seen], scale)
+        if causal:
+            hidden = torch.arange(seen) > torch.arange(here.start, here.stop).unsqueeze(-1)
+            logits.masked_fill_(hidden, -torch.inf)
+        log_sum_exp[:, :, here] = logits.logsumexp(-1)
+        out[:, :, here] = torch.softmax(logits, -1) @ values[:, :seen].unsqueeze(1)
+    return out, log_sum_exp
+
+
+def logits_of(query: torch.Tensor, keys: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """`[kv_heads, group, queries, tokens]` of queries `[kv_heads, group, queries, head_dim]`."""
+    logits = torch.matmul(query, keys.unsqueeze(1).transpose(-1, -2)).mul_(scale.factor)
+    return logits.div_(scale.cap).tanh_().mul_(scale.cap) if scale.cap > 0 else logits
+
+
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float,
-    earlier: Blocks, new_tokens: int, token_mass: NDArray[np.float32] | None, window: int,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: Scale,
+    sinks: torch.Tensor | None, earlier: Blocks, new_tokens: int, token_mass: NDArray[np.float32] | None, window: int,
     more: Callable[[torch.Tensor, torch.Tensor], Blocks] | None = None,
 ) -> Attended:  # fmt: skip
     """`PagedAttention.prefill`; `earlier()` yields the pages' blocks.
@@ -72,6 +101,8 @@ def attend(
     )
     so_far = flash(grouped, new.keys, new.values, scale, causal=True)
     so_far = _merge(grouped, scale, earlier(), *so_far, looked)
+    if sinks is not None:
+        so_far = _join_sinks(sinks.detach().float().reshape(kv_heads, -1, 1), *so_far)
     further = () if more is None else more(grouped, so_far[1])()
     out, log_sum_exp = _merge(grouped, scale, further, *so_far, looked)
     if looked is not None and token_mass is not None:
@@ -82,7 +113,7 @@ def attend(
 
 
 def _merge(
-    grouped: torch.Tensor, scale: float, blocks: Iterable[Block], out: torch.Tensor, log_sum_exp: torch.Tensor,
+    grouped: torch.Tensor, scale: Scale, blocks: Iterable[Block], out: torch.Tensor, log_sum_exp: torch.Tensor,
     looked: _Looked | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over what was attended so far and over further blocks, all of whose tokens every query sees."""
@@ -94,6 +125,14 @@ def _merge(
         mine, theirs = ((log - merged).exp_().unsqueeze(-1) for log in (log_sum_exp, part_log))
         out, log_sum_exp = out * mine + part * theirs, merged
     return out, log_sum_exp
+
+
+def _join_sinks(
+    sinks: torch.Tensor, out: torch.Tensor, log_sum_exp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[kv_heads, group, 1]` without values, seen by every query."""
+    joined = torch.logaddexp(log_sum_exp, sinks)
+    return out * (log_sum_exp - joined).exp_().unsqueeze(-1), joined
 
 
 def _pieces(block: Block) -> Iterator[Block]:
@@ -108,13 +147,13 @@ class _Looked:
     A block need not be read again for its mass: 16 queries of 9 heads are 576 bytes a token, its keys and values 1,536.
     """
 
-    def __init__(self, query: torch.Tensor, scale: float) -> None:
+    def __init__(self, query: torch.Tensor, scale: Scale) -> None:
         self._query, self._scale = query, scale  # [kv_heads, group, last, head_dim]
         self._seen: list[tuple[torch.Tensor, NDArray[np.int64]]] = []
 
     def see(self, block: Block, new_tokens: int | None = None, chunk: int = 0) -> None:
         """With `new_tokens` the block is part of the chunk: query `t` of the chunk sees its tokens `0..t`."""
-        logits = torch.matmul(self._query, block.keys.unsqueeze(1).transpose(-1, -2)) * self._scale
+        logits = logits_of(self._query, block.keys, self._scale)
         if new_tokens is not None:
             asks = torch.arange(chunk - self._query.shape[2], chunk).unsqueeze(-1)
             logits.masked_fill_(torch.from_numpy(block.tokens - new_tokens) > asks, -torch.inf)

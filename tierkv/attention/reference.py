@@ -18,6 +18,7 @@ from tierkv.attention.contract import (
     ColdSeen,
     Pages,
     PoolView,
+    Scale,
 )
 from tierkv.attention.reference_cold import estimates_of, pages_read, shares_of
 from tierkv.table import Kind
@@ -43,16 +44,17 @@ class ReferenceAttention:
         self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
         page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
         cold: Cold | None = None, seen: ColdSeen | None = None,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
+        to_logits = Scale(scale, softcap)
         out = torch.zeros(query.shape, dtype=torch.float64)
         log_sum_exp = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float64)
         for row in range(query.shape[0]):
             here = range(int(pages.row_starts[row]), int(pages.row_starts[row + 1]))
             keys, values = _dense(pool, pages, here, layer)
             q = query[row].double().unsqueeze(1)
-            got = _attend(
-                q, keys, values, _logits(q, keys, scale), pool, cold, row, layer, scale, seen, False
-            )
+            logits = _logits(q, keys, to_logits)
+            got = _attend(q, keys, values, logits, pool, cold, row, layer, to_logits, sinks, seen, False)
             out[row], log_sum_exp[row] = got.out.squeeze(1), got.log_sum_exp.squeeze(1)
             mean = got.probabilities.mean((0, 1)).float().numpy()
             for page, part in _split(pages, here, mean):
@@ -68,15 +70,19 @@ class ReferenceAttention:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
         layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
         cold: Cold | None = None, seen: ColdSeen | None = None,
+        softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
+        to_logits = Scale(scale, softcap)
         chunk, here = query.shape[1], range(len(pages.offsets))
         old_keys, old_values = _dense(pool, pages, here, layer)
         old = old_keys.shape[1]
         keys, values = torch.cat([old_keys, keys.double()], 1), torch.cat([old_values, values.double()], 1)
-        logits = _logits(query, keys, scale)
+        logits = _logits(query, keys, to_logits)
         future = torch.ones(chunk, chunk, dtype=torch.bool).triu(1)
         logits[:, :, old:].masked_fill_(future, -torch.inf)
-        got = _attend(query.double(), keys, values, logits, pool, cold, 0, layer, scale, seen, True)
+        got = _attend(
+            query.double(), keys, values, logits, pool, cold, 0, layer, to_logits, sinks, seen, True
+        )
         if token_mass is not None and window > 0:
             mean = got.probabilities[:, -window:].mean((0, 1)).float().numpy()
             for page, part in _split(pages, here, mean[:old]):
@@ -97,21 +103,21 @@ class _Row(NamedTuple):
 
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, logits: torch.Tensor,
-    pool: PoolView, cold: Cold | None, row: int, layer: int, scale: float, seen: ColdSeen | None,
-    together: bool,
+    pool: PoolView, cold: Cold | None, row: int, layer: int, scale: Scale, sinks: torch.Tensor | None,
+    seen: ColdSeen | None, together: bool,
 ) -> _Row:  # fmt: skip
     """Attention over `keys`, whose `logits` `[q_heads, queries, tokens]` are masked, and over the row's cold pages.
 
     Those are chosen by each KV head or, for a chunk, `together`.
     """
     if cold is None:
-        return _Row(*_softmax(logits, values), [])
+        return _Row(*_softmax(logits, values, sinks), [])
     first, last = int(cold.pages.row_starts[row]), int(cold.pages.row_starts[row + 1])
     read = torch.zeros(logits.shape[0], last - first, dtype=torch.bool)
     if layer >= pool.geometry.num_layers - pool.digest_layers:
         asking = slice(-CHOOSING_QUERIES, None)
         estimates = estimates_of(query[:, asking], pool, cold.pages, range(first, last), layer, scale)
-        shares = shares_of(estimates, logits[:, asking].logsumexp(-1))
+        shares = shares_of(estimates, _log_sum_exp(logits[:, asking], sinks))
         if seen is not None:
             seen.estimates[first:last] += shares[:, -1].mean(0).float().numpy()
         if cold.read != READ_ALL:
@@ -122,21 +128,22 @@ def _attend(
     cold_keys, cold_values = _dense(cold.host, cold.pages, chosen, layer)
     unread = ~_by_token(read[:, [page - first for page in chosen]], cold.pages, chosen)
     cold_logits = _logits(query, cold_keys, scale).masked_fill(unread.unsqueeze(1), -torch.inf)
-    got = _softmax(torch.cat([logits, cold_logits], -1), torch.cat([values, cold_values], 1))
+    got = _softmax(torch.cat([logits, cold_logits], -1), torch.cat([values, cold_values], 1), sinks)
     if seen is not None and (seen.true is not None or seen.attended is not None):
-        _audit(query[:, -1:], logits[:, -1:], cold, row, layer, scale, read, seen)
+        _audit(query[:, -1:], logits[:, -1:], cold, row, layer, scale, sinks, read, seen)
     return _Row(*got, chosen)
 
 
 def _audit(
-    query: torch.Tensor, logits: torch.Tensor, cold: Cold, row: int, layer: int, scale: float,
-    read: torch.Tensor, seen: ColdSeen,
+    query: torch.Tensor, logits: torch.Tensor, cold: Cold, row: int, layer: int, scale: Scale,
+    sinks: torch.Tensor | None, read: torch.Tensor, seen: ColdSeen,
 ) -> None:  # fmt: skip
     """True shares of one query `[q_heads, 1, head_dim]`; `read` `[q_heads, pages]`."""
     here = range(int(cold.pages.row_starts[row]), int(cold.pages.row_starts[row + 1]))
     keys, _ = _dense(cold.host, cold.pages, here, layer)
-    everything = torch.cat([logits, _logits(query, keys, scale)], -1).squeeze(1)
-    total = everything.logsumexp(-1, keepdim=True)
+    everything = torch.cat([logits, _logits(query, keys, scale)], -1)
+    total = _log_sum_exp(everything, sinks)
+    everything = everything.squeeze(1)
     probabilities = torch.where(total.isneginf(), 0.0, torch.exp(everything - total))[:, logits.shape[-1] :]
     if seen.true is not None:
         for page, part in _split(cold.pages, here, probabilities.mean(0).float().numpy()):
@@ -146,9 +153,17 @@ def _audit(
         seen.attended[row] += float(1.0 - missed.mean())
 
 
-def _softmax(logits: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, log-sum-exp and probabilities; zeros for a query that attends nothing."""
+def _log_sum_exp(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """`[q_heads, queries]`, the sinks' logits among them."""
     log_sum_exp = logits.logsumexp(-1)
+    return log_sum_exp if sinks is None else torch.logaddexp(log_sum_exp, sinks.double().unsqueeze(-1))
+
+
+def _softmax(
+    logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, log-sum-exp and probabilities; zeros for a query that attends nothing."""
+    log_sum_exp = _log_sum_exp(logits, sinks)
     nothing = log_sum_exp.isneginf().unsqueeze(-1)
     probabilities = torch.exp(logits - log_sum_exp.unsqueeze(-1)).masked_fill(nothing, 0.0)
     return _weighted(probabilities, values), log_sum_exp, probabilities
@@ -188,10 +203,11 @@ def _dense(
     return keys, values
 
 
-def _logits(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+def _logits(query: torch.Tensor, keys: torch.Tensor, scale: Scale) -> torch.Tensor:
     """`[q_heads, queries, tokens]`; query head `h` reads KV head `h // group`."""
     group = query.shape[0] // keys.shape[0]
-    return query.double() @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale
+    logits = query.double() @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale.factor
+    return scale.cap * torch.tanh(logits / scale.cap) if scale.cap > 0 else logits
 
 
 def _weighted(probabilities: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tierkv.attention.contract import ColdPages, PoolView
+from tierkv.attention.contract import ColdPages, PoolView, Scale
 from tierkv.prefetch.digests import digest_shape, log_mass, read
 
 
 def estimates_of(
-    query: torch.Tensor, pool: PoolView, pages: ColdPages, which: Sequence[int], layer: int, scale: float
+    query: torch.Tensor, pool: PoolView, pages: ColdPages, which: Sequence[int], layer: int, scale: Scale
 ) -> torch.Tensor:
     """Log-mass `[q_heads, queries, pages]` of cold pages, from digests alone; minus infinity where there is none."""
     shape = digest_shape(pool.geometry, pool.digest_layers)
@@ -27,11 +27,13 @@ def estimates_of(
         mean, deviation = (
             torch.from_numpy(part[at]).double().repeat_interleave(group, 0).unsqueeze(1) for part in digest
         )
-        means = (query.double() * mean).sum(-1) * scale
-        sigmas = torch.sqrt(((query.double() * deviation) ** 2).sum(-1)) * abs(scale)
+        means = (query.double() * mean).sum(-1) * scale.factor
+        sigmas = torch.sqrt(((query.double() * deviation) ** 2).sum(-1)) * abs(scale.factor)
         for head in range(query.shape[0]):
             for q in range(query.shape[1]):
-                known = log_mass(float(means[head, q]), float(sigmas[head, q]), int(pages.counts[page]))
+                known = log_mass(
+                    float(means[head, q]), float(sigmas[head, q]), int(pages.counts[page]), scale.cap
+                )
                 estimates[head, q, column] = known if np.isfinite(known) else -torch.inf
     return estimates
 

@@ -90,7 +90,7 @@ def plan_pages(pages: Pages, kv_heads: int, device: torch.device | str) -> Devic
 
 def decode(
     query: torch.Tensor, pool: torch.Tensor, pages: DevicePages, codec: RotatedPages | KltPages, layer: int,
-    scale: float, page_mass: torch.Tensor | None = None,
+    scale: float, page_mass: torch.Tensor | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> Attended:  # fmt: skip
     """One query a row over its pages.
 
@@ -102,8 +102,10 @@ def decode(
         scale: factor on the logits.
         page_mass: `[pages]` float32 in the order of `contract.Pages`, gets each page's attention probability added,
             averaged over query heads.
+        softcap: what logits are capped to; 0 for none.
+        sinks: `[q_heads]` logits on the query's device.
 
-    A row that attends nothing gets zeros and `log_sum_exp = -inf`.
+    A row that attends nothing gets zeros and `log_sum_exp = -inf` (or its sinks).
 
     Raises:
         ConfigError: the query does not fit the pages.
@@ -136,7 +138,7 @@ def decode(
     by_slice = (rows * query_heads, width // slices["SLICE"])
     common = {
         "HEADS": heads, "SHARE": share, "TOKENS": geometry.page_tokens, "DIM": dim, "MASS": mass,
-        "PAGES": max(1, TILE_TOKENS // geometry.page_tokens),
+        "PAGES": max(1, TILE_TOKENS // geometry.page_tokens), "CAP": softcap * math.log2(math.e),
     }  # fmt: skip
     unit = scale * math.log2(math.e)
     if exact_items:
@@ -162,8 +164,9 @@ def decode(
             attend_packed[(packed_items * heads,)](*data, *found, **form, **common)
     out, log_sum_exp = floats(rows, query_heads, dim), floats(rows, query_heads)
     merge_items[by_slice](
-        sums, logs, pages.spans, codec.synthesis, out, log_sum_exp, layer, BLOCK=TILE_SIDE, **slices
-    )
+        sums, logs, pages.spans, codec.synthesis, log_sum_exp if sinks is None else sinks.float(), out, log_sum_exp,
+        layer, BLOCK=TILE_SIDE, SINKS=sinks is not None, **slices,
+    )  # fmt: skip
     if page_mass is not None:
         shares = torch.exp2(page_logs - log_sum_exp[pages.rows] * math.log2(math.e)).mean(1)
         page_mass.index_add_(0, pages.order, shares)

@@ -24,6 +24,7 @@ from tierkv.triton_setup import kernel, tl
 
 _NO_GAIN = tl.constexpr(255)
 _LOG_2 = tl.constexpr(0.6931471805599453)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @kernel
@@ -73,6 +74,17 @@ def tile_tokens(
 
 
 @kernel
+def logits_of(products: tl.tensor, live: tl.tensor, scale: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Logits of products of queries and keys, capped unless CAP (in units of log 2) is 0; -inf where none is `live`."""
+    logits = products * scale
+    if CAP > 0:
+        logits = CAP - 2 * CAP / (
+            tl.exp2(tl.minimum(logits * (2 * _LOG2_E / CAP), 64.0)) + 1
+        )  # tanh from exp2
+    return tl.where(live, logits, float("-inf"))
+
+
+@kernel
 def softmax_step(
     logits: tl.tensor, largest: tl.tensor, total: tl.tensor, AXIS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -103,11 +115,13 @@ def attend_exact(
     logs: tl.tensor, page_logs: tl.tensor, layer: tl.tensor, scale: tl.tensor,
     OPERAND: tl.constexpr, ITEM: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, TOKENS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr, MASS: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """One item of exact pages and KV head: `sums` `[items, query heads, DIM]` and `logs` `[items, query heads]`.
 
     query: `[rows, query heads, DIM]`. pool: in the page dtype. items: `[items, 4]` int32 of number, row, first and last
-    page. scale: factor on logits, over log 2. SHARE query heads read a KV head; ROWS fills that up to a tile's side.
+    page. scale: factor on logits, over log 2. CAP: as of `logits_of`. SHARE query heads read a KV head; ROWS fills that
+    up to a tile's side.
     """
     QUERY_HEADS: tl.constexpr = HEADS * SHARE
     head = tl.program_id(0) % HEADS
@@ -127,9 +141,7 @@ def attend_exact(
         offset, slot, live = tile_tokens(offsets, counts, page, last, PAGES, TOKENS)
         rows = tl.multiple_of(offset // ITEM, ALIGNMENT // ITEM) + keys + slot * DIM
         k = tl.load(pool + rows[None, :] + channel[:, None], mask=live[None, :] & valid[:, None], other=0.0)
-        logits = tl.where(
-            live[None, :], tl.dot(q, k.to(OPERAND), input_precision="tf32") * scale, float("-inf")
-        )
+        logits = logits_of(tl.dot(q, k.to(OPERAND), input_precision="tf32"), live[None, :], scale, CAP)
         if MASS:
             store_page_logs(logits, page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS)
         weights, factor, largest, total = softmax_step(logits, largest, total, 1)
@@ -156,7 +168,7 @@ def attend_packed(
     counts: tl.tensor, items: tl.tensor, sums: tl.tensor, logs: tl.tensor, page_logs: tl.tensor,
     layer: tl.tensor, scale: tl.tensor, LAYERS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
     TOKENS: tl.constexpr, DIM: tl.constexpr, QUARTER: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
-    KEY_BITS: tl.constexpr, MASS: tl.constexpr,
+    KEY_BITS: tl.constexpr, MASS: tl.constexpr, CAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """One item of packed pages and KV head, as `attend_exact` does; `sums` stay in the space of codes.
 
@@ -204,7 +216,7 @@ def attend_packed(
         logits = tl.dot(_key_level(code, octet, 1, KEY_BITS), q1, logits, input_precision="tf32")
         logits = tl.dot(_key_level(code, octet, 2, KEY_BITS), q2, logits, input_precision="tf32")
         logits = tl.dot(_key_level(code, octet, 3, KEY_BITS), q3, logits, input_precision="tf32")
-        logits = tl.where(live[:, None], (bias[None, :] + logits * gain[:, None]) * scale, float("-inf"))
+        logits = logits_of(bias[None, :] + logits * gain[:, None], live[:, None], scale, CAP)
         if MASS:
             store_page_logs(
                 tl.trans(logits), page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS
@@ -246,21 +258,25 @@ def _weighted_sum(
 
 @kernel
 def merge_items(
-    sums: tl.tensor, logs: tl.tensor, spans: tl.tensor, synthesis: tl.tensor, out: tl.tensor, log_sum_exp: tl.tensor,
-    layer: tl.tensor, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, MATRIX: tl.constexpr,
-    WIDTH: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
+    sums: tl.tensor, logs: tl.tensor, spans: tl.tensor, synthesis: tl.tensor, sinks: tl.tensor,
+    out: tl.tensor, log_sum_exp: tl.tensor, layer: tl.tensor,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, MATRIX: tl.constexpr,
+    WIDTH: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Join a row's items for one query head and SLICE channels; the packed ones' sum leaves the space of codes.
 
     synthesis: as of `prepare_queries`.
     spans: `[rows, 3]` int32: items `[s[0], s[1])` of a row are exact, `[s[1], s[2])` packed. A row without any gets
     zeros and -inf.
+    sinks: `[query heads]` logits without values, if SINKS.
     """
     QUERY_HEADS: tl.constexpr = HEADS * SHARE
     row, head = tl.program_id(0) // QUERY_HEADS, tl.program_id(0) % QUERY_HEADS
     first, middle = tl.load(spans + row * 3), tl.load(spans + row * 3 + 1)
     last = tl.load(spans + row * 3 + 2)
     largest, total = float("-inf"), 0.0
+    if SINKS:
+        largest, total = tl.load(sinks + head) * _LOG2_E, 1.0
     for start in range(first, last, BLOCK):
         item = start + tl.arange(0, BLOCK)
         log = tl.load(logs + item.to(tl.int64) * QUERY_HEADS + head, mask=item < last, other=float("-inf"))

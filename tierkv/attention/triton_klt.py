@@ -5,7 +5,7 @@ Channels go in four parts to four products, each over the levels of all tokens o
 
 from __future__ import annotations
 
-from tierkv.attention.triton_kernels import read_item, softmax_step, store_page_logs, tile_tokens
+from tierkv.attention.triton_kernels import logits_of, read_item, softmax_step, store_page_logs, tile_tokens
 from tierkv.quant.klt_triton_kernels import key_levels, value_levels
 from tierkv.quant.rotated_triton_kernels import gain_of
 from tierkv.triton_setup import kernel, tl
@@ -54,7 +54,7 @@ def attend_klt(
     channels: tl.tensor, quantizers: tl.tensor, offsets: tl.tensor, counts: tl.tensor, items: tl.tensor,
     sums: tl.tensor, logs: tl.tensor, page_logs: tl.tensor, layer: tl.tensor, scale: tl.tensor, HEADS: tl.constexpr,
     SHARE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, QUARTER: tl.constexpr, ROWS: tl.constexpr,
-    PAGES: tl.constexpr, MASS: tl.constexpr,
+    PAGES: tl.constexpr, MASS: tl.constexpr, CAP: tl.constexpr,
 ) -> None:  # fmt: skip
     """One item of packed pages and KV head. Arguments as of `attend_packed`; blocks and so on as of `encode_side`.
 
@@ -89,7 +89,7 @@ def attend_klt(
                 logits, prepared, heads, wanted, packed, offsets, page, last, key_start, keys, quantizers,
                 part, TOKENS, DIM, QUARTER, PAGES,
             )  # fmt: skip
-        logits = tl.where(live[:, None], (bias[None, :] + logits * gain[:, None]) * scale, float("-inf"))
+        logits = logits_of(bias[None, :] + logits * gain[:, None], live[:, None], scale, CAP)
         if MASS:
             store_page_logs(
                 tl.trans(logits), page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS
