@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tierkv.quant.lloyd import LEVELS_4, LEVELS_8
@@ -163,6 +164,35 @@ def add_rows(typingctx: Any, tile: Any, row: Any, factors: Any, first: Any, sums
         return context.get_dummy_value()
 
     return types.void(tile, types.intp, factors, types.intp, sums, types.intp), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def largest(typingctx: Any, values: Any, steps: Any) -> Any:
+    """The largest of the first `steps * LANES` values of a flat array; -inf of none, and NaN is passed over."""
+    if not is_vector_of(values, types.float32):
+        return None
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        intp = args[1].type
+        lowest = ir.Constant(_FLOATS, [float("-inf")] * LANES)
+        top = cgutils.alloca_once_value(builder, lowest)
+
+        def keep_larger(lanes: Any) -> Any:
+            held = builder.load(top)
+            held = builder.select(builder.fcmp_ordered(">", lanes, held), lanes, held)
+            builder.store(held, top)
+            return held
+
+        with cgutils.for_range(builder, args[1]) as loop:
+            place = pointer(context, builder, values, args[0], builder.mul(loop.index, intp(LANES)))
+            keep_larger(load_floats(builder, place))
+        for half in (8, 4, 2, 1):
+            across = ir.Constant(_WORDS, [(lane + half) % LANES for lane in range(LANES)])
+            held = builder.load(top)
+            keep_larger(builder.shuffle_vector(held, held, across))
+        return builder.extract_element(builder.load(top), ir.Constant(_I32, 0))
+
+    return types.float32(values, types.intp), emit
 
 
 def _stack(dtype: Any, scalar: Any, item_bytes: int, name: str) -> Any:

@@ -32,6 +32,8 @@ of its own. Times are wall times of whole forwards, on all cores.
 - `attended_bytes`: K/V bytes that a step reads in the form in which they lie
 - `peak_bytes`: most resident memory that one step adds beyond what it leaves (null where Linux does not tell)
 - `fill_seconds`: to take over the K/V (for a quantized cache: to pack them)
+- `packing_ms`: of a cache that packs all its tokens anew every so many, that time spread over them, which
+  `ms_per_token` leaves out
 - of `tierkv`: `pages` by kind, `daemon_ms` and `blocked_ms` a step: in the session's calls, and of that without CPU
 - `note`
 

@@ -40,6 +40,11 @@ class Arm(ABC):
         """One forward of `[batch, tokens]`."""
         self.model(tokens, logits_to_keep=1, **{self._argument: self.cache})
 
+    @property
+    def packs_every(self) -> int:
+        """After how many new tokens it packs all of them anew; 0: it does not."""
+        return 0
+
     @abstractmethod
     def held(self) -> Held:
         """What it holds now."""

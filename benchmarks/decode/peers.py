@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, QuantizedCache
+from transformers.cache_utils import QuantizedLayer
 
 from tierkv.benchmarks.decode import AT_BASE, DYNAMIC
 from tierkv.benchmarks.decode.arm import Arm, Dense, Held
@@ -29,6 +30,11 @@ IN_LINE = (
 
 
 class PeerArm(Arm):
+    @property
+    def packs_every(self) -> int:
+        layer = self.cache.layers[0]
+        return int(layer.residual_length) if isinstance(layer, QuantizedLayer) else 0
+
     def held(self) -> Held:
         kept = sum(map(layer_bytes, self.cache.layers))
         return Held(kept, attended=kept)
@@ -65,7 +71,10 @@ def _maker(name: str, config: PretrainedConfig) -> tuple[Callable[[], Cache], st
         if importlib.util.find_spec(PACKAGE[setting.backend]) is None:
             raise ConfigError('not installed: pip install ".[bench]" in a checkout of tierkv')
         make = partial(QuantizedCache, setting.backend, config, **setting.options())
-        return make, "transformers' QuantizedCache; it packs anew every 128 tokens, which no step here does"
+        return (
+            make,
+            "transformers' QuantizedCache; it packs all tokens anew every 128, which no timed step does",
+        )
     if name == "offloaded":
         if torch.cuda.is_available():
             return partial(DynamicCache, config=config, offloading=True), ""

@@ -76,5 +76,5 @@ def _measured(arm: Arm, steps: list[float], base_steps: list[float] | None, batc
     token = torch.zeros(batch, 1, dtype=torch.long)
     return Measured(
         steps, base_steps, held.kv, held.host, held.attended, peak_beyond(lambda: arm.step(token)),
-        arm.fill_seconds, held.pages, spans, arm.note,
+        arm.fill_seconds, held.pages, spans, arm.note, arm.packs_every,
     )  # fmt: skip

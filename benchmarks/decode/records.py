@@ -27,6 +27,7 @@ class Measured(msgspec.Struct):
     pages: dict[str, int] | None = None
     spans: list[Span] | None = None  # of tierkv: all measured steps and their calls
     note: str = ""
+    packs_every: int = 0  # tokens
 
 
 class Record(msgspec.Struct):
@@ -49,6 +50,7 @@ class Record(msgspec.Struct):
     attended_bytes: int
     peak_bytes: int | None
     fill_seconds: float
+    packing_ms: float | None
     pages: dict[str, int] | None
     daemon_ms: float | None
     blocked_ms: float | None
@@ -108,7 +110,8 @@ def _record(context: int, batch: int, arm: str, here: Mapping[str, Measured]) ->
         figures["ratio_high"], int(figures["pairs"]), {other: _to(other, arm, here)["ratio"] for other in others},
         _ms(one.base_steps) if one.base_steps else None,
         statistics.median(kv) if kv else None, statistics.median(kv_ratios) if kv_ratios else None,
-        one.host_bytes, one.attended_bytes, one.peak_bytes, one.fill_seconds, one.pages,
+        one.host_bytes, one.attended_bytes, one.peak_bytes, one.fill_seconds,
+        1e3 * one.fill_seconds / one.packs_every if one.packs_every else None, one.pages,
         None if one.spans is None else each * sum(span.seconds for span in calls),
         None if one.spans is None else each * sum(span.blocked for span in calls),
         one.note,

@@ -41,6 +41,7 @@ def _parts(records: Sequence[Record], run: Run) -> Iterator[Table | str]:
         )
     yield from (f"{arm} is left out: {escape(why)}" for arm, why in run.skipped.items())
     yield from dict.fromkeys(f"{one.arm}: {escape(one.note)}" for one in records if one.note)
+    yield from _packing(records)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -105,6 +106,14 @@ def _budgets(records: Sequence[Record]) -> Table:
             f"{one.attended_bytes / MIB:.1f}", ", ".join(str(pages.get(kind, 0)) for kind in KINDS),
         )  # fmt: skip
     return table
+
+
+def _packing(records: Sequence[Record]) -> Iterator[str]:
+    """A line an arm that packs anew, of batch 1."""
+    packing = [one for one in records if one.packing_ms is not None and one.batch == 1]
+    for arm in dict.fromkeys(one.arm for one in packing):
+        added = (f"{one.packing_ms:.1f} at {one.context:,}" for one in packing if one.arm == arm)
+        yield f"{arm}: packing anew adds, spread over the tokens in between, {', '.join(added)} ms a token"
 
 
 def _prefill(prefill: dict[str, Any]) -> Table:

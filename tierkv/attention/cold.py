@@ -163,11 +163,11 @@ def audit(
     if not wants_audit(seen):
         return
     assert seen is not None
-    blocks, weights, low_query, low_bias, *_ = arrays
+    page_rows, _, low_query, low_bias, *_ = arrays
     audit_pages(
         query, *scratch.host(cold.host, layer), cold.host.geometry.num_kv_heads, scale,
         cold.pages.offsets, cold.pages.kinds, cold.pages.counts, cold.pages.row_starts,
-        blocks, weights, low_query, low_bias,
+        page_rows, low_query, low_bias,
         scratch.floats("page_logs", len(cold.pages.offsets), query.shape[1]), hbm_log, attended_log,
         NOTHING if seen.true is None else seen.true, NOTHING if seen.attended is None else seen.attended,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tierkv.attention.contract import Scale
 from tierkv.attention.decode_kernels import EXACT, FUSED_GROUP, MIDDLE, attend_segment, merge_segments
+from tierkv.attention.exact_rows import exact_logits
 from tierkv.attention.layer_view import Middle
 from tierkv.attention.mass_kernels import add_weights
 from tierkv.attention.online_softmax import (
@@ -22,10 +23,8 @@ from tierkv.attention.online_softmax import (
     ZERO,
     Floats,
     Words,
-    exact_logits,
     exp_negative,
     scale_and_top,
-    widen_into,
 )
 from tierkv.numba_setup import kernel
 from tierkv.quant.fused import page_logits, prepare_query
@@ -40,7 +39,7 @@ def read_lane(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
-    blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    page_rows: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     page_tops: Floats, page_totals: Floats, kept: Floats,
 ) -> None:  # fmt: skip
@@ -58,7 +57,7 @@ def read_lane(
         attend_segment(
             query[row, head * group : (head + 1) * group], words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, head, scale, offsets, kinds, counts, unit, last,
-            blocks[lane], weights[lane], low_query[lane], low_bias[lane],
+            page_rows[lane], weights[lane], low_query[lane], low_bias[lane],
             tops[i], totals[i], exact_sums[i], low_sums[i], has_low[i : i + 1], page_tops, page_totals, kept,
         )  # fmt: skip
         unit = last
@@ -83,7 +82,7 @@ def read_in_place(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
-    blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    page_rows: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     page_tops: Floats, page_totals: Floats, kept: Floats, part: Floats, part_log: Floats,
     out: Floats, log_sum_exp: Floats,
@@ -92,14 +91,14 @@ def read_in_place(
 
     `words` and `packed` are the host pool. `page_tops`, `page_totals` and `kept` have a row for each unit, or none.
     """
-    lanes, pairs = blocks.shape[0], pair_starts.shape[0] - 1
-    group, page_tokens = query.shape[1] // kv_heads, weights.shape[2]
+    lanes, pairs = page_rows.shape[0], pair_starts.shape[0] - 1
+    group, page_tokens = query.shape[1] // kv_heads, page_rows.shape[2]
     piece = max(1, (int(pair_starts[pairs]) + lanes - 1) // lanes)
     for lane in prange(lanes):
         read_lane(
             np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, scale,
-            offsets, kinds, counts, pair_starts, blocks, weights, low_query, low_bias,
+            offsets, kinds, counts, pair_starts, page_rows, weights, low_query, low_bias,
             tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, kept,
         )  # fmt: skip
     for pair in range(pairs):
@@ -142,7 +141,7 @@ def audit_lane(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
-    block: Floats, weights: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
+    weights: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
 ) -> None:  # fmt: skip
     """`page_logs` of the pages `[lane * piece, (lane + 1) * piece)`, KV head by KV head."""
     group, dim = query.shape[1] // kv_heads, query.shape[2]
@@ -158,8 +157,7 @@ def audit_lane(
             count = counts[page]
             if kinds[page] == EXACT:
                 start = offsets[page] // words.itemsize + keys_at
-                widen_into(words[start : start + count * dim], is_bfloat16, block)
-                exact_logits(asked, block, count, weights)
+                exact_logits(words, start, is_bfloat16, count, asked, weights, 0, page_tokens)
             elif kinds[page] == MIDDLE:
                 for g in range(0, group, FUSED_GROUP):
                     end = min(group, g + FUSED_GROUP)
@@ -219,7 +217,7 @@ def audit_pages(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
-    blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
+    page_rows: Floats, low_query: Floats, low_bias: Floats, page_logs: Floats,
     hbm_log: Floats, attended_log: Floats, true: Floats, attended: Floats,
 ) -> None:  # fmt: skip
     """Logits of ALL cold pages from the host pool, and from each page's log-sum-exp the shares of `ColdSeen`.
@@ -228,13 +226,13 @@ def audit_pages(
         page_logs: `[pages, q_heads]`, gets each page's log-sum-exp.
         hbm_log, attended_log: `[rows, q_heads]`, log-sum-exp of what lies in HBM, and of what was attended.
     """
-    lanes = blocks.shape[0]
+    lanes = page_rows.shape[0]
     piece = (offsets.shape[0] + lanes - 1) // lanes
     for lane in prange(lanes):
         audit_lane(
             np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, scale,
-            offsets, kinds, counts, row_starts, blocks[lane], weights[lane], low_query[lane], low_bias[lane], page_logs,
+            offsets, kinds, counts, row_starts, page_rows[lane], low_query[lane], low_bias[lane], page_logs,
         )  # fmt: skip
     for row in range(query.shape[0]):
         first, last = row_starts[row], row_starts[row + 1]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tierkv.attention.cold import Arrays, ColdScratch, audit, gather, look, read, wants_audit
 from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdSeen, Pages, PoolView, Scale
+from tierkv.attention.decode_kernels import PAGES_AT_ONCE
 from tierkv.attention.decode_kernels import decode as decode_kernel
 from tierkv.attention.layer_view import LayerView, LayerViews
 from tierkv.attention.mass_kernels import add_masses
@@ -36,8 +37,8 @@ class Scratch:
         segments = rows * kv_heads + lanes
         self.shape = (rows, q_heads, kv_heads, head_dim, page_tokens)
         self.arrays = (
-            np.empty((lanes, page_tokens * head_dim), np.float32),  # blocks
-            np.empty((lanes, group, page_tokens), np.float32),  # weights
+            np.empty((lanes, group, page_tokens), np.float32),  # page_rows
+            np.empty((lanes, group, PAGES_AT_ONCE * page_tokens), np.float32),  # weights
             np.empty((lanes, group, head_dim), np.float32),  # low_query
             np.empty((lanes, group), np.float32),  # low_bias
             np.empty((segments, group), np.float32),  # tops

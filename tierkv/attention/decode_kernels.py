@@ -13,8 +13,8 @@ Arrays that several kernels share:
     query, out            [rows, q_heads, head_dim]; in segment kernels `[group, head_dim]` of one row and KV head
     words, packed, middle    the whole pool, as page words (uint16 or uint32) and as bytes (`layer_view.LayerView`)
     offsets, kinds, counts, row_starts      the batch's pages (`contract.Pages`)
-    blocks                [lanes, page_tokens * head_dim]    scratch: keys or values of the exact page at hand
-    weights               [lanes, group, page_tokens]        scratch: logits, then weights, of the page at hand
+    weights               [lanes, group, PAGES_AT_ONCE * page_tokens]    scratch: logits, then weights, of pages at hand
+    page_rows             [lanes, group, page_tokens]        scratch: those of one packed page
     low_query, low_bias   [lanes, group, head_dim], [lanes, group]    scratch: the query as the codec wants it
     tops, totals          [segments, group]           the largest logit; the sum of exp(logit - top)
     exact_sums, low_sums  [segments, group, head_dim] weighted values, not yet divided by the total
@@ -32,21 +32,20 @@ from numba import prange
 from numpy.typing import NDArray
 
 from tierkv.attention.contract import Scale
+from tierkv.attention.exact_rows import exact_logits, exact_values, prefetch
 from tierkv.attention.layer_view import Middle
 from tierkv.attention.online_softmax import (
     MINUS_INFINITY,
     ZERO,
     Floats,
     Words,
-    exact_logits,
-    exact_values,
-    exp_in_place,
+    copy_rows,
     exp_negative,
+    fill_absent,
     scale_and_top,
     scale_row,
-    shift,
     total_of,
-    widen_into,
+    weigh,
 )
 from tierkv.numba_setup import kernel
 from tierkv.quant.fused import finish_values, page_logits, page_values, prepare_query
@@ -60,92 +59,104 @@ MIDDLE = int(Kind.MIDDLE)
 FUSED_GROUP = 16
 """Query heads that the codecs' fused kernels take at once."""
 
+PAGES_AT_ONCE = 16
+"""Pages whose weights are made together: loops over a few tokens do not vectorize."""
+
 
 @kernel(inline=True)
 def attend_segment(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     middle: Middle, layer: int, num_layers: int, kv_heads: int, head: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], first: int, last: int,
-    block: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    page_rows: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sum: Floats, low_sum: Floats, has_low: Flags,
     page_tops: Floats, page_totals: Floats, kept: Floats,
 ) -> None:  # fmt: skip
     """Pages `[first, last)` of one row and KV head, for its `group` query heads; `has_low` is `[1]`."""
     group, dim = query.shape
-    page_tokens = weights.shape[1]
+    page_tokens, width = page_rows.shape[1], weights.shape[1]
     keys_at = (layer * 2 * kv_heads + head) * page_tokens * dim
     values_at = keys_at + kv_heads * page_tokens * dim
-    flat_weights = weights.reshape(group * page_tokens)
     no_bias = np.zeros(group, np.float32)
     low_ready = False
     tops[:] = MINUS_INFINITY
     totals[:] = ZERO
     exact_sum[:] = ZERO
     low_sum[:] = ZERO
-    for page in range(first, last):
-        count = counts[page]
-        exact = kinds[page] == EXACT
-        start = offsets[page] // words.itemsize
-        low = packed[offsets[page] :]
-        if exact:
-            widen_into(words[start + keys_at : start + keys_at + count * dim], is_bfloat16, block)
-            exact_logits(query, block, count, weights)
-        elif kinds[page] == MIDDLE:
-            for g in range(0, group, FUSED_GROUP):
-                end = min(group, g + FUSED_GROUP)
-                page_logits(
-                    middle.code, middle.data[offsets[page] :], middle.layer, head, middle.num_layers, kv_heads,
-                    page_tokens, dim, count, state, query[g:end], no_bias[g:end], weights[g:end],
-                )  # fmt: skip
-        else:
-            for g in range(0, group, FUSED_GROUP):
-                end = min(group, g + FUSED_GROUP)
-                if not low_ready:
-                    prepare_query(
-                        code, query[g:end], layer, head, num_layers, kv_heads, page_tokens, dim, state,
-                        low_query[g:end], low_bias[g:end],
+    for start in range(first, last, width // page_tokens):
+        stop = min(last, start + width // page_tokens)
+        for page in range(start, stop):
+            count, at = counts[page], (page - start) * page_tokens
+            if kinds[page] == EXACT:
+                word = offsets[page] // words.itemsize
+                exact_logits(words, word + keys_at, is_bfloat16, count, query, weights, at, width)
+                prefetch(words, word + values_at, count * dim)
+            elif kinds[page] == MIDDLE:
+                for g in range(0, group, FUSED_GROUP):
+                    end = min(group, g + FUSED_GROUP)
+                    page_logits(
+                        middle.code, middle.data[offsets[page] :], middle.layer, head, middle.num_layers, kv_heads,
+                        page_tokens, dim, count, state, query[g:end], no_bias[g:end], page_rows[g:end],
                     )  # fmt: skip
-                page_logits(
-                    code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
-                    state, low_query[g:end], low_bias[g:end], weights[g:end],
-                )  # fmt: skip
-            low_ready = True
+                copy_rows(page_rows, 0, weights, at, count)
+            else:
+                for g in range(0, group, FUSED_GROUP):
+                    end = min(group, g + FUSED_GROUP)
+                    if not low_ready:
+                        prepare_query(
+                            code, query[g:end], layer, head, num_layers, kv_heads, page_tokens, dim, state,
+                            low_query[g:end], low_bias[g:end],
+                        )  # fmt: skip
+                    page_logits(
+                        code, packed[offsets[page] :], layer, head, num_layers, kv_heads, page_tokens, dim, count,
+                        state, low_query[g:end], low_bias[g:end], page_rows[g:end],
+                    )  # fmt: skip
+                low_ready = True
+                copy_rows(page_rows, 0, weights, at, count)
+            fill_absent(weights, at, count, page_tokens)
         for g in range(group):
-            row = weights[g]
-            top = scale_and_top(row, count, scale)
+            row = weights[g, : (stop - start) * page_tokens]
+            top = scale_and_top(row, row.shape[0], scale)
             if top > tops[g]:
                 shrink = exp_negative(tops[g] - top)
                 tops[g] = top
                 totals[g] *= shrink
                 scale_row(exact_sum[g], shrink)
                 scale_row(low_sum[g], shrink)
-            shift(row, count, tops[g])
-        exp_in_place(flat_weights)
+            weigh(row, tops[g])
+        for page in range(start, stop):
+            at = (page - start) * page_tokens
+            weights[:, at + counts[page] : at + page_tokens] = ZERO
         for g in range(group):
-            mass = total_of(weights[g])
-            totals[g] += mass
+            totals[g] += total_of(weights[g, : (stop - start) * page_tokens])
+        for page in range(start, stop):
+            count, at = counts[page], (page - start) * page_tokens
             if page_tops.shape[0] > 0:
-                page_tops[page, head * group + g] = tops[g]
-                page_totals[page, head * group + g] = mass
+                for g in range(group):
+                    page_tops[page, head * group + g] = tops[g]
+                    page_totals[page, head * group + g] = total_of(weights[g, at : at + page_tokens])
             if kept.shape[0] > 0:
-                kept[page, head * group + g] = weights[g]
-        if exact:
-            widen_into(words[start + values_at : start + values_at + count * dim], is_bfloat16, block)
-            exact_values(weights, block, count, exact_sum)
-        elif kinds[page] == MIDDLE:
+                copy_rows(weights, at, kept[page, head * group : (head + 1) * group], 0, page_tokens)
+            if kinds[page] == EXACT:
+                word = offsets[page] // words.itemsize
+                exact_values(words, word + values_at, is_bfloat16, count, weights, at, width, exact_sum)
+                if page + stop - start < last and kinds[page + stop - start] == EXACT:
+                    ahead = offsets[page + stop - start] // words.itemsize
+                    prefetch(words, ahead + keys_at, count * dim)
+                continue
+            copy_rows(weights, at, page_rows, 0, page_tokens)
             for g in range(0, group, FUSED_GROUP):
                 end = min(group, g + FUSED_GROUP)
-                page_values(
-                    middle.code, middle.data[offsets[page] :], middle.layer, head, middle.num_layers, kv_heads,
-                    page_tokens, dim, count, state, weights[g:end], exact_sum[g:end],
-                )  # fmt: skip
-        else:
-            for g in range(0, group, FUSED_GROUP):
-                end = min(group, g + FUSED_GROUP)
-                page_values(
-                    code, low, layer, head, num_layers, kv_heads, page_tokens, dim, count,
-                    state, weights[g:end], low_sum[g:end],
-                )  # fmt: skip
+                if kinds[page] == MIDDLE:
+                    page_values(
+                        middle.code, middle.data[offsets[page] :], middle.layer, head, middle.num_layers, kv_heads,
+                        page_tokens, dim, count, state, page_rows[g:end], exact_sum[g:end],
+                    )  # fmt: skip
+                else:
+                    page_values(
+                        code, packed[offsets[page] :], layer, head, num_layers, kv_heads, page_tokens, dim, count,
+                        state, page_rows[g:end], low_sum[g:end],
+                    )  # fmt: skip
     has_low[0] = low_ready
 
 
@@ -155,7 +166,7 @@ def attend_lane(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
-    blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    page_rows: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     page_tops: Floats, page_totals: Floats, kept: Floats,
 ) -> None:  # fmt: skip
@@ -176,7 +187,7 @@ def attend_lane(
         attend_segment(
             query[row, head * group : (head + 1) * group], words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, head, scale, offsets, kinds, counts, first, last,
-            blocks[lane], weights[lane], low_query[lane], low_bias[lane],
+            page_rows[lane], weights[lane], low_query[lane], low_bias[lane],
             tops[i], totals[i], exact_sums[i], low_sums[i], has_low[i : i + 1], page_tops, page_totals, kept,
         )  # fmt: skip
         unit += last - first
@@ -267,21 +278,21 @@ def decode(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
     offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
-    sinks: Floats, blocks: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
+    sinks: Floats, page_rows: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     page_tops: Floats, page_totals: Floats, kept: Floats,
     out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
-    """The whole batch; `log_sum_exp` `[rows, q_heads]`, `sinks` `[q_heads]` or empty, as many lanes as `blocks`."""
+    """The whole batch; `log_sum_exp` `[rows, q_heads]`, `sinks` `[q_heads]` or empty, as many lanes as `page_rows`."""
     rows = query.shape[0]
-    lanes = blocks.shape[0]
-    page_tokens = weights.shape[2]
+    lanes = page_rows.shape[0]
+    page_tokens = page_rows.shape[2]
     piece = max(1, (row_starts[rows] * kv_heads + lanes - 1) // lanes)
     for lane in prange(lanes):
         attend_lane(
             np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, scale,
-            offsets, kinds, counts, row_starts, blocks, weights, low_query, low_bias,
+            offsets, kinds, counts, row_starts, page_rows, weights, low_query, low_bias,
             tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, kept,
         )  # fmt: skip
     # Not worth a second barrier for a few rows: a merge takes microseconds.

@@ -31,9 +31,9 @@ from tierkv.attention.online_softmax import (
     ZERO,
     Floats,
     capped,
-    exp_in_place,
     scale_row,
     total_of,
+    weigh,
 )
 from tierkv.numba_setup import kernel
 from tierkv.prefetch.digests import SCALES_BYTES
@@ -119,9 +119,8 @@ def share(estimates: Floats, log_sum_exp: np.float32, shares: Floats) -> None:
     if top == MINUS_INFINITY:
         shares[:] = ZERO
         return
-    for p in range(estimates.shape[0]):
-        shares[p] = estimates[p] - top
-    exp_in_place(shares)
+    shares[:] = estimates
+    weigh(shares, top)
     total = np.float32(math.exp(log_sum_exp - top)) + total_of(shares)
     scale_row(shares, ONE / total)
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from tierkv.attention.contract import Scale
 from tierkv.numba_setup import kernel
-from tierkv.quant.floats import float_of, widen
+from tierkv.quant.floats import bits_of, float_of, widen
+from tierkv.quant.tiles import largest
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint16] | NDArray[np.uint32]
@@ -22,8 +23,9 @@ ZERO, HALF, ONE, TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.flo
 LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2.0))
 NEGLIGIBLE = np.float32(-87.0)
 """exp of this is 1.6e-38, the smallest normal float32; weights below it are zero."""
-ABSENT = np.float32(-1e4)
-"""Logit, relative to the maximum, of a slot that holds no token: its weight is exactly zero."""
+ROUNDER = np.float32(1.5 * 2**23)
+"""A float32 plus this is rounded to an integer, which stands in the low bits."""
+BIAS = np.uint32(127)
 MINUS_INFINITY = np.float32(-np.inf)
 T2, T3, T4, T5, T6, T7 = (np.float32(1.0 / math.factorial(power)) for power in range(2, 8))
 
@@ -33,21 +35,39 @@ def exp_negative(x: np.float32) -> np.float32:
     """exp(x) for x <= 0 without a library call, so that loops over it vectorize.
 
     exp(x) = 2**n exp(r) with n = round(x / ln 2), and the Taylor series of exp(r) to degree 7 on |r| <= ln(2) / 2. The
-    relative error is below 6e-7 for x > -10, where weights matter, and below 5e-6 everywhere.
+    relative error is below 6e-7 for x > -10, where weights matter, and below 5e-6 everywhere. Adding `ROUNDER` leaves n
+    in the low bits of the sum: no conversion to an integer, which would halve the vectors.
     """
     bounded = NEGLIGIBLE if x < NEGLIGIBLE else x  # keeps NaN
-    n = np.float32(math.floor(bounded * LOG2_E + HALF))
-    r = bounded - n * LN_2
+    rounded = bounded * LOG2_E + ROUNDER
+    r = bounded - (rounded - ROUNDER) * LN_2
     series = ONE + r * (ONE + r * (T2 + r * (T3 + r * (T4 + r * (T5 + r * (T6 + r * T7))))))
-    power = float_of(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+    power = float_of(np.uint32((bits_of(rounded) + BIAS) << np.uint32(23)))
     return ZERO if x < NEGLIGIBLE else series * power
 
 
 @kernel(fastmath=True)
-def exp_in_place(x: Floats) -> None:
-    """`x[i] = exp(x[i])` for `x` `[n]`, all <= 0. One long loop: short ones do not vectorize."""
-    for i in range(x.shape[0]):
-        x[i] = exp_negative(x[i])
+def weigh(row: Floats, top: np.float32) -> None:
+    """Logits `[n]`, none above `top`, become weights exp(logit - top) in place."""
+    for t in range(row.shape[0]):
+        row[t] = exp_negative(row[t] - top)
+
+
+@kernel()
+def copy_rows(source: Floats, start: int, target: Floats, at: int, count: int) -> None:
+    """`target[g, at : at + count] = source[g, start : start + count]` for all rows."""
+    for g in range(source.shape[0]):
+        mine, theirs = source[g, start : start + count], target[g, at : at + count]
+        for t in range(count):
+            theirs[t] = mine[t]
+
+
+@kernel()
+def fill_absent(logits: Floats, at: int, count: int, page_tokens: int) -> None:
+    """Give the slots of a page (from `at` on) that hold no token the logit of one that does: no maximum changes."""
+    if count < page_tokens:
+        for g in range(logits.shape[0]):
+            logits[g, at + count : at + page_tokens] = logits[g, at]
 
 
 @kernel()
@@ -55,54 +75,6 @@ def widen_into(words: Words, is_bfloat16: bool, out: Floats) -> None:
     """float32 values of page words, `[n]`."""
     for i in range(words.shape[0]):
         out[i] = widen(words[i], is_bfloat16)
-
-
-@kernel(fastmath=True)
-def exact_logits(query: Floats, keys: Floats, count: int, out: Floats) -> None:
-    """`out[g, t] = query[g] . keys[t]` for t < count; query `[group, head_dim]`, keys `[tokens * head_dim]`."""
-    dim = query.shape[1]
-    whole = count - count % 4
-    for g in range(query.shape[0]):
-        q = query[g]
-        for t in range(0, whole, 4):  # four tokens at a time share the loads of the query
-            at = t * dim
-            k0, k1 = keys[at : at + dim], keys[at + dim : at + 2 * dim]
-            k2, k3 = keys[at + 2 * dim : at + 3 * dim], keys[at + 3 * dim : at + 4 * dim]
-            s0 = s1 = s2 = s3 = ZERO
-            for d in range(dim):
-                x = q[d]
-                s0 += x * k0[d]
-                s1 += x * k1[d]
-                s2 += x * k2[d]
-                s3 += x * k3[d]
-            out[g, t], out[g, t + 1], out[g, t + 2], out[g, t + 3] = s0, s1, s2, s3
-        for t in range(whole, count):
-            k0 = keys[t * dim : (t + 1) * dim]
-            s0 = ZERO
-            for d in range(dim):
-                s0 += q[d] * k0[d]
-            out[g, t] = s0
-
-
-@kernel(fastmath=True)
-def exact_values(weights: Floats, values: Floats, count: int, total: Floats) -> None:
-    """`total[g] += sum_t weights[g, t] values[t]` for t < count; values `[tokens * head_dim]`."""
-    dim = total.shape[1]
-    whole = count - count % 4
-    for g in range(total.shape[0]):
-        row = total[g]
-        for t in range(0, whole, 4):
-            at = t * dim
-            v0, v1 = values[at : at + dim], values[at + dim : at + 2 * dim]
-            v2, v3 = values[at + 2 * dim : at + 3 * dim], values[at + 3 * dim : at + 4 * dim]
-            w0, w1, w2, w3 = weights[g, t], weights[g, t + 1], weights[g, t + 2], weights[g, t + 3]
-            for d in range(dim):
-                row[d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d]
-        for t in range(whole, count):
-            v0 = values[t * dim : (t + 1) * dim]
-            w0 = weights[g, t]
-            for d in range(dim):
-                row[d] += w0 * v0[d]
 
 
 @kernel(fastmath=True)
@@ -123,24 +95,15 @@ def capped(x: np.float32, cap: float) -> np.float32:
 @kernel(fastmath=True)
 def scale_and_top(row: Floats, count: int, scale: Scale) -> np.float32:
     """Make logits of the first `count` products in place; their maximum."""
-    top = MINUS_INFINITY
     for t in range(count):
         row[t] *= scale.factor
-        top = row[t] if row[t] > top else top
     if scale.cap > ZERO:
         for t in range(count):
             row[t] = capped(row[t], scale.cap)
-        top = capped(top, scale.cap)
+    top = largest(row, count // 16)
+    for t in range(count - count % 16, count):
+        top = row[t] if row[t] > top else top
     return top
-
-
-@kernel(fastmath=True)
-def shift(row: Floats, count: int, by: np.float32) -> None:
-    """Logits relative to a maximum, in place; slots from `count` on get `ABSENT`."""
-    for t in range(count):
-        row[t] -= by
-    for t in range(count, row.shape[0]):
-        row[t] = ABSENT
 
 
 @kernel(fastmath=True)
