@@ -80,8 +80,8 @@ def _fold(builder: Any, a: Any, b: Any, width: int) -> Any:
 
 def _sums_across(builder: Any, rows: list[Any]) -> Any:
     """The sum of each of `TOKENS` vectors, as one short vector."""
-    pairs = [_fold(builder, rows[i], rows[i + 1], LANES) for i in range(0, TOKENS, 2)]
-    quads = _fold(builder, *pairs, LANES // 2)
+    first, second = (_fold(builder, rows[i], rows[i + 1], LANES) for i in (0, 2))
+    quads = _fold(builder, first, second, LANES // 2)
     once = _fold(builder, quads, quads, 4)
     return _shuffle(builder, _fold(builder, once, once, 2), once, list(range(TOKENS)))
 

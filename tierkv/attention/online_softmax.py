@@ -100,7 +100,7 @@ def scale_and_top(row: Floats, count: int, scale: Scale) -> np.float32:
     if scale.cap > ZERO:
         for t in range(count):
             row[t] = capped(row[t], scale.cap)
-    top = largest(row, count // 16)
+    top: np.float32 = largest(row, count // 16)
     for t in range(count - count % 16, count):
         top = row[t] if row[t] > top else top
     return top
