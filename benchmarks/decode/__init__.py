@@ -13,6 +13,7 @@ and at batch 1 also
 - `tierkv-k1`, `tierkv-k8`, `tierkv-unobserved`: as `tierkv-exact`, observing every step, every eighth, none
 - `tierkv-25-packed`: as `tierkv-25`, the prompt pinned attendable: as far as the pins' quota goes its pages are low-bit
   in HBM, and not exact in host memory
+- `tierkv-20`: as `tierkv-25` with a fifth, which is less than `hqq2` holds
 - `tierkv-fixed`: a budget of 512 exact tokens, whatever the context
 
 K/V come from one reading of the longest context, whose first tokens are the shorter contexts. The daemon is a process
@@ -52,8 +53,8 @@ ARMS = (EXACT, QUARTER, DYNAMIC, "eager", "hqq2", "quanto2", "offloaded")
 """Arms of `out/decode.json`."""
 
 OBSERVED, UNOBSERVED = {"tierkv-k1": 1, "tierkv-k8": 8}, "tierkv-unobserved"
-FIXED, PACKED = "tierkv-fixed", "tierkv-25-packed"
-MORE = (*OBSERVED, UNOBSERVED, PACKED, FIXED)
+FIXED, PACKED, FIFTH = "tierkv-fixed", "tierkv-25-packed", "tierkv-20"
+MORE = (*OBSERVED, UNOBSERVED, PACKED, FIFTH, FIXED)
 """Arms of `out/decode-run.json`."""
 
 BASE = 64

@@ -10,7 +10,7 @@ import torch
 
 import tierkv.attention
 from tierkv import Client, Session
-from tierkv.benchmarks.decode import AT_BASE, FIXED, OBSERVED, PACKED, QUARTER, UNOBSERVED
+from tierkv.benchmarks.decode import AT_BASE, FIFTH, FIXED, OBSERVED, PACKED, QUARTER, UNOBSERVED
 from tierkv.benchmarks.decode.arm import Arm, Dense, Held
 from tierkv.benchmarks.decode.plan import WARM_UP
 from tierkv.benchmarks.decode.watch import STEP, Span, Watch
@@ -20,8 +20,8 @@ from tierkv.regions import Region
 from tierkv.table import Kind
 from tierkv.transformers_cache import CHUNK_TOKENS, TieredCache
 
-BUDGET_SHARE = 4
-"""`tierkv-25` holds one part in this many of its exact bytes."""
+BUDGET_SHARE = {QUARTER: 4, PACKED: 4, FIFTH: 5}
+"""An arm holds one part in so many of its exact bytes."""
 
 FIXED_TOKENS = 512
 """`tierkv-fixed` holds the exact bytes of so many tokens."""
@@ -40,8 +40,8 @@ SETTLE_SECONDS = 10.0
 
 def budget_of(name: str, geometry: Geometry, tokens: int) -> int:
     """HBM bytes that a session of the arm may hold; 0: as many as it wants."""
-    if name.removesuffix(AT_BASE) in (QUARTER, PACKED):
-        return max(LEAST_BUDGET_PAGES * geometry.page_bytes, tokens * geometry.token_bytes // BUDGET_SHARE)
+    if share := BUDGET_SHARE.get(name.removesuffix(AT_BASE)):
+        return max(LEAST_BUDGET_PAGES * geometry.page_bytes, tokens * geometry.token_bytes // share)
     if name == FIXED:
         return FIXED_TOKENS * geometry.token_bytes
     return 0

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from tierkv.benchmarks.decode import DYNAMIC, EXACT, FIXED, OBSERVED, PACKED, QUARTER, UNOBSERVED
+from tierkv.benchmarks.decode import DYNAMIC, EXACT, FIFTH, FIXED, OBSERVED, PACKED, QUARTER, UNOBSERVED
 from tierkv.benchmarks.decode.records import Record, Run
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def _parts(records: Sequence[Record], run: Run) -> Iterator[Table | str]:
     if any(UNOBSERVED in one.ratio_to for one in observed):
         yield _observed(observed)
     quarter = [one for one in records if one.arm == QUARTER and one.batch == 1]
-    budgets = [*quarter, *(one for one in run.more if one.arm in (PACKED, FIXED))]
+    budgets = [*quarter, *(one for one in run.more if one.arm in (PACKED, FIFTH, FIXED))]
     if budgets:
         yield _budgets(sorted(budgets, key=lambda one: one.arm))
     if run.prefill is not None:
@@ -94,16 +94,17 @@ def _observed(records: Sequence[Record]) -> Table:
 
 def _budgets(records: Sequence[Record]) -> Table:
     table = _table(
-        "Under a budget: a quarter, the same with the prompt pinned attendable, 512 tokens throughout",
-        "context", "arm", "ms", f"x {DYNAMIC}", "x exact", "HBM MiB", "host", "read",
+        "Under a budget: a fifth, a quarter, the same with the prompt pinned attendable, 512 tokens throughout",
+        "context", "arm", "ms", f"x {DYNAMIC}", "x exact", "x hqq2", "HBM MiB", "read",
         "exact, low-bit, cold",
     )  # fmt: skip
     for one in records:
         pages = one.pages or {}
         table.add_row(
             f"{one.context:,}", one.arm, f"{one.ms_per_token:.1f}", f"{one.ratio_to_dynamic:.2f}",
-            _number(one.ratio_to.get(EXACT), 2), f"{one.kv_bytes / MIB:.1f}", f"{one.host_bytes / MIB:.1f}",
-            f"{one.attended_bytes / MIB:.1f}", ", ".join(str(pages.get(kind, 0)) for kind in KINDS),
+            _number(one.ratio_to.get(EXACT), 2), _number(one.ratio_to.get("hqq2"), 2),
+            f"{one.kv_bytes / MIB:.1f}", f"{one.attended_bytes / MIB:.1f}",
+            ", ".join(str(pages.get(kind, 0)) for kind in KINDS),
         )  # fmt: skip
     return table
 

@@ -37,6 +37,7 @@ class ColdScratch:
 
     def __init__(self) -> None:
         self._arrays: dict[str, Floats] = {}
+        self._everything: tuple[ColdPages, int, Choice] | None = None
         self._pools: tuple[PoolView, PoolView] | None = None
         self._views = LayerViews()
 
@@ -46,6 +47,12 @@ class ColdScratch:
         if held is None or held.shape != shape:
             held = self._arrays[name] = np.empty(shape, np.float32)
         return held
+
+    def everything(self, pages: ColdPages, kv_heads: int) -> Choice:
+        """Every page of a row for each of its KV heads; the same for all layers of a step."""
+        if self._everything is None or self._everything[0] is not pages or self._everything[1] != kv_heads:
+            self._everything = pages, kv_heads, _everything(pages.row_starts, kv_heads)
+        return self._everything[2]
 
     def host(self, pool: PoolView, layer: int) -> LayerView:
         """A layer of the host pool, to be read."""
@@ -99,10 +106,9 @@ def look(
     pairs = rows * geometry.num_kv_heads
     first_layer = geometry.num_layers - pool.digest_layers
     if cold.read == READ_ALL:
-        everything = _everything(cold.pages.row_starts, geometry.num_kv_heads)
         if seen is not None:
             look(scratch, query, pool, cold._replace(read=0), layer, scale, log_sum_exp, queries, seen)
-        return everything
+        return scratch.everything(cold.pages, geometry.num_kv_heads)
     starts = np.zeros(pairs + 1, np.int64)
     chosen = np.empty(pairs * cold.read, np.int64)
     if layer < first_layer or not count or (cold.read == 0 and seen is None):
@@ -136,7 +142,6 @@ def read(
     if not len(choice.pages):
         return
     geometry, view = cold.host.geometry, scratch.host(cold.host, layer)
-    units = gather(cold.pages, choice.pages)
     _, q_heads, dim = query.shape
     group = q_heads // geometry.num_kv_heads
     kept_units = 0 if token_mass is None else len(choice.pages)
@@ -145,12 +150,13 @@ def read(
     read_in_place(
         query, view.words, view.packed, view.is_bfloat16, view.code, view.state, view.middle,
         view.layer, view.num_layers, geometry.num_kv_heads, scale,
-        units.offsets, units.kinds, units.counts, choice.starts, *arrays, tops, totals, kept,
+        cold.pages.offsets, cold.pages.kinds, cold.pages.counts, choice.pages, choice.starts,
+        *arrays, tops, totals, kept,
         scratch.floats("part", group, dim), scratch.floats("part_log", group), out, log_sum_exp,
     )  # fmt: skip
     if token_mass is not None:
         add_read_mass(
-            tops, kept, choice.pages, units.counts, choice.starts, cold.pages.token_starts, geometry.num_kv_heads,
+            tops, kept, choice.pages, cold.pages.counts, choice.starts, cold.pages.token_starts, geometry.num_kv_heads,
             log_sum_exp, token_mass,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from tierkv.attention.online_softmax import (
     exp_negative,
     scale_and_top,
 )
-from tierkv.numba_setup import kernel
+from tierkv.numba_setup import SHARED_WORK, kernel
 from tierkv.quant.fused import page_logits, prepare_query
 
 Bytes = NDArray[np.uint8]
@@ -81,7 +81,8 @@ def join(out: Floats, log_sum_exp: Floats, part: Floats, part_log: Floats) -> No
 def read_in_place(
     query: Floats, words: Words, packed: Bytes, is_bfloat16: bool, code: int, state: Floats,
     middle: Middle, layer: int, num_layers: int, kv_heads: int, scale: Scale,
-    offsets: NDArray[np.int64], kinds: NDArray[np.int8], counts: NDArray[np.int32], pair_starts: NDArray[np.int64],
+    cold_offsets: NDArray[np.int64], cold_kinds: NDArray[np.int8], cold_counts: NDArray[np.int32],
+    chosen: NDArray[np.int64], pair_starts: NDArray[np.int64],
     page_rows: Floats, weights: Floats, low_query: Floats, low_bias: Floats,
     tops: Floats, totals: Floats, exact_sums: Floats, low_sums: Floats, has_low: Flags,
     page_tops: Floats, page_totals: Floats, kept: Floats, part: Floats, part_log: Floats,
@@ -89,18 +90,30 @@ def read_in_place(
 ) -> None:  # fmt: skip
     """Every pair's own pages, merged into `out` and `log_sum_exp`; `part`, `part_log` (`[group, ..]`) are scratch.
 
-    `words` and `packed` are the host pool. `page_tops`, `page_totals` and `kept` have a row for each unit, or none.
+    `words` and `packed` are the host pool, `chosen` `[units]` the pages read among all cold ones. `page_tops`,
+    `page_totals` and `kept` have a row for each unit, or none.
     """
     lanes, pairs = page_rows.shape[0], pair_starts.shape[0] - 1
     group, page_tokens = query.shape[1] // kv_heads, page_rows.shape[2]
-    piece = max(1, (int(pair_starts[pairs]) + lanes - 1) // lanes)
-    for lane in prange(lanes):
+    offsets, kinds, counts = cold_offsets[chosen], cold_kinds[chosen], cold_counts[chosen]
+    if chosen.shape[0] * group * query.shape[2] < SHARED_WORK:
+        lanes = 1
+    piece = max(1, (chosen.shape[0] + lanes - 1) // lanes)
+    if lanes == 1:
         read_lane(
-            np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
+            np.int64(0), piece, query, words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, scale,
             offsets, kinds, counts, pair_starts, page_rows, weights, low_query, low_bias,
             tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, kept,
         )  # fmt: skip
+    else:
+        for lane in prange(lanes):
+            read_lane(
+                np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
+                layer, num_layers, kv_heads, scale,
+                offsets, kinds, counts, pair_starts, page_rows, weights, low_query, low_bias,
+                tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, kept,
+            )  # fmt: skip
     for pair in range(pairs):
         first, last = int(pair_starts[pair]), int(pair_starts[pair + 1])
         if first == last:
@@ -121,14 +134,14 @@ def add_read_mass(
     pair_starts: NDArray[np.int64], token_starts: NDArray[np.int64], kv_heads: int, log_sum_exp: Floats,
     token_mass: Floats,
 ) -> None:  # fmt: skip
-    """Add the mass of the tokens read in place; `pages` are the units' pages, `token_starts` all cold pages'."""
+    """Add the mass of the tokens read in place; `pages` are the units' pages, the rest is of all cold pages."""
     q_heads = log_sum_exp.shape[1]
     group = q_heads // kv_heads
     for pair in range(pair_starts.shape[0] - 1):
         row, head = pair // kv_heads, pair % kv_heads
         mine = slice(head * group, (head + 1) * group)
         for unit in range(pair_starts[pair], pair_starts[pair + 1]):
-            start, count = token_starts[pages[unit]], counts[unit]
+            start, count = token_starts[pages[unit]], counts[pages[unit]]
             add_weights(
                 kept[unit, mine], page_tops[unit, mine], log_sum_exp[row, mine], q_heads,
                 token_mass[start : start + count],

@@ -47,7 +47,7 @@ from tierkv.attention.online_softmax import (
     total_of,
     weigh,
 )
-from tierkv.numba_setup import kernel
+from tierkv.numba_setup import SHARED_WORK, kernel
 from tierkv.quant.fused import finish_values, page_logits, page_values, prepare_query
 from tierkv.table import Kind
 
@@ -284,17 +284,27 @@ def decode(
     out: Floats, log_sum_exp: Floats,
 ) -> None:  # fmt: skip
     """The whole batch; `log_sum_exp` `[rows, q_heads]`, `sinks` `[q_heads]` or empty, as many lanes as `page_rows`."""
-    rows = query.shape[0]
-    lanes = page_rows.shape[0]
-    page_tokens = page_rows.shape[2]
-    piece = max(1, (row_starts[rows] * kv_heads + lanes - 1) // lanes)
-    for lane in prange(lanes):
+    rows, q_heads, dim = query.shape
+    lanes, page_tokens = page_rows.shape[0], page_rows.shape[2]
+    units = row_starts[rows] * kv_heads
+    if units * (q_heads // kv_heads) * dim < SHARED_WORK:
+        lanes = 1
+    piece = max(1, (units + lanes - 1) // lanes)
+    if lanes == 1:
         attend_lane(
-            np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
+            np.int64(0), piece, query, words, packed, is_bfloat16, code, state, middle,
             layer, num_layers, kv_heads, scale,
             offsets, kinds, counts, row_starts, page_rows, weights, low_query, low_bias,
             tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, kept,
         )  # fmt: skip
+    else:
+        for lane in prange(lanes):
+            attend_lane(
+                np.int64(lane), piece, query, words, packed, is_bfloat16, code, state, middle,
+                layer, num_layers, kv_heads, scale,
+                offsets, kinds, counts, row_starts, page_rows, weights, low_query, low_bias,
+                tops, totals, exact_sums, low_sums, has_low, page_tops, page_totals, kept,
+            )  # fmt: skip
     # Not worth a second barrier for a few rows: a merge takes microseconds.
     for pair in range(rows * kv_heads):
         finish_pair(

@@ -35,7 +35,7 @@ from tierkv.attention.online_softmax import (
     total_of,
     weigh,
 )
-from tierkv.numba_setup import kernel
+from tierkv.numba_setup import SHARED_WORK, kernel
 from tierkv.prefetch.digests import SCALES_BYTES
 from tierkv.quant.floats import load_float
 
@@ -172,13 +172,21 @@ def estimate(
         chosen_starts: `[rows * kv_heads + 1]`.
     """
     pages, lanes = digests.shape[0], decoded.shape[0]
-    piece = (pages + lanes - 1) // lanes
-    for lane in prange(lanes):
-        estimate_lane(
-            np.int64(lane), piece, query, packed, digests, counts, row_starts, at, kv_heads, scale,
-            decoded[lane, 0], decoded[lane, 1], estimates, wanted,
-        )  # fmt: skip
     columns, taken = estimates.shape[0], 0
+    if pages * columns * query.shape[2] < SHARED_WORK:
+        lanes = 1
+    piece = (pages + lanes - 1) // lanes
+    if lanes == 1:
+        estimate_lane(
+            np.int64(0), piece, query, packed, digests, counts, row_starts, at, kv_heads, scale,
+            decoded[0, 0], decoded[0, 1], estimates, wanted,
+        )  # fmt: skip
+    else:
+        for lane in prange(lanes):
+            estimate_lane(
+                np.int64(lane), piece, query, packed, digests, counts, row_starts, at, kv_heads, scale,
+                decoded[lane, 0], decoded[lane, 1], estimates, wanted,
+            )  # fmt: skip
     group = columns // kv_heads
     for row in range(query.shape[0]):
         mine = slice(row_starts[row], row_starts[row + 1])
