@@ -79,7 +79,7 @@ def logits_of(query: torch.Tensor, keys: torch.Tensor, scale: Scale) -> torch.Te
 
 def _shared(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """`[kv_heads, group, n, k]` times `[kv_heads, k, m]`. A broadcast product would copy the matrix for each head."""
-    return torch.matmul(rows.flatten(1, 2), matrix).unflatten(1, rows.shape[1:3])
+    return torch.matmul(rows.flatten(1, 2), matrix).reshape(*rows.shape[:3], matrix.shape[-1])
 
 
 def attend(
