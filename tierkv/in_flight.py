@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from tierkv.errors import Backpressure, OwnerUnavailable, TierKVError, from_wire
@@ -104,9 +105,12 @@ class InFlight:
         self._changed.wait(max(LEAST_RETRY_SECONDS, wake - now))
 
     def reserve_ahead(self, missing: int) -> None:
-        """Ask for `missing` pages, if any, unless some are asked for or the daemon wants to be left alone."""
+        """Ask for `missing` pages, if any, unless some are asked for or the daemon wants to be left alone.
+
+        A refusal is nobody's: room may be there by the time that somebody needs the pages.
+        """
         if missing > 0 and not self._reserving and time.monotonic() >= self._retry_at:
-            self._reserve(missing)
+            self._reserve(missing, ahead=True)
 
     def settle(self, deadline: float) -> None:
         """Wait until everything is answered."""
@@ -123,22 +127,20 @@ class InFlight:
                 fell(from_wire(result.code, result.message, result.retry_after))
             self._changed.notify_all()
 
-    def _reserve(self, pages: int) -> None:
+    def _reserve(self, pages: int, ahead: bool = False) -> None:
         self._reserving = True
-        self._post.submit(Call(Reserve(self._session, pages), self._reserved, self._session))
+        answered = partial(self._reserved, ahead)
+        self._post.submit(Call(Reserve(self._session, pages), answered, self._session))
 
-    def _reserved(self, result: Result) -> None:
+    def _reserved(self, ahead: bool, result: Result) -> None:
         with self._changed:
             self._reserving = False
             if isinstance(result, Reserved):
                 self._arrived(result.blanks)
                 self._refusal = None
             else:
-                self._refusal = failed(result)
-                told = (
-                    self._refusal.retry_after
-                    if isinstance(self._refusal, Backpressure)
-                    else UNTOLD_RETRY_SECONDS
-                )
+                refusal = failed(result)
+                told = refusal.retry_after if isinstance(refusal, Backpressure) else UNTOLD_RETRY_SECONDS
                 self._retry_at = time.monotonic() + max(told, LEAST_RETRY_SECONDS)
+                self._refusal = None if ahead else refusal
             self._changed.notify_all()

@@ -139,16 +139,17 @@ class AttachedModel:
         return {name: value for name, value in kwargs.items() if name != "labels"} | keep
 
     def _run(
-        self, cache: TieredCache, batch: int, columns: int, kwargs: dict[str, Any], attempt: Attempt = "final"
-    ) -> Any:
-        """One forward as one step of every session: all of it, or nothing.
+        self, cache: TieredCache, batch: int, columns: int, kwargs: dict[str, Any], attempt: Attempt = "final",
+        coming: int = 0,
+    ) -> Any:  # fmt: skip
+        """One forward as one step of every session: all of it, or nothing; `coming` columns follow it.
 
         Of a scout nothing is kept but estimates, and so of a replayable step that misses too much: both return None.
         """
         mask = kwargs.get("attention_mask")
         if mask is not None and not isinstance(mask, torch.Tensor):
             raise ValueError("a TieredCache takes the 2-D attention_mask of padding, not prepared masks")
-        cache.begin_forward(batch, columns, kwargs.get("input_ids"), mask, scout=attempt == "scout")
+        cache.begin_forward(batch, columns, kwargs.get("input_ids"), mask, attempt == "scout", coming)
         token = forwarding.set(cache)
         try:
             outputs = self._inner(**kwargs)
@@ -176,7 +177,8 @@ class AttachedModel:
             raise ValueError("logits_to_keep of a prompt in slices is a number or 1-D positions")
         past = cache.padded_length
         outputs: list[Any] = []
-        for start, stop in _slices(columns, chunk):
+        slices = list(_slices(columns, chunk))
+        for start, stop in slices:
             part = _cut(kwargs, start, stop, columns, past)
             part["return_dict"] = True
             if isinstance(keep, torch.Tensor):
@@ -184,8 +186,11 @@ class AttachedModel:
             elif keep > 0:
                 # At least one: 0 would mean all of them.
                 part["logits_to_keep"] = max(1, stop - max(start, columns - keep))
-            run = self._run_recalling if stop == columns else self._run
-            outputs.append(run(cache, batch, stop - start, part))
+            if stop == columns:
+                outputs.append(self._run_recalling(cache, batch, stop - start, part))
+            else:
+                coming = slices[len(outputs) + 1]
+                outputs.append(self._run(cache, batch, stop - start, part, coming=coming[1] - coming[0]))
         joined = _join(outputs, keep)
         return joined if kwargs.get("return_dict", True) is not False else joined.to_tuple()
 

@@ -107,6 +107,7 @@ class Session:
         self._pins: list[Pin] = []
         self._in_step = False
         self._pressing = False  # the step has told more than that it was a decode step
+        self._expected = 0  # tokens of the next step, where the caller said so
         self._closed = False
         self._error: TierKVError | None = None
         self._broken: TierKVError | None = None
@@ -213,6 +214,16 @@ class Session:
         with self._changed:
             self._ready(tokens, deadline, regions)
 
+    def expect(self, tokens: int) -> None:
+        """The next step will have so many tokens: the daemon makes room for them while this one runs. Not waited for.
+
+        What a step reads is not reused before its `end`, which asks for what could not be had until then.
+        """
+        with self._changed:
+            self._check()
+            self._expected = tokens
+            self._in_flight.reserve_ahead(self._lacking())
+
     def begin(self, tokens: int, regions: Sequence[Run] = ()) -> None:
         """A step of `tokens` new tentative tokens: adopt plans, and take (or wait for) reserved pages.
 
@@ -231,6 +242,7 @@ class Session:
         with self._changed:
             spans, runs = self._ready(tokens, deadline, regions)
             self._in_step = True
+            self._expected = 0
             self._labels.take(spans)
             self._residency.lay_out(runs)
 
@@ -280,7 +292,7 @@ class Session:
             self._in_step = False
             self._adopt()
             if not (self._closed or self._cropping or self._broken):
-                self._in_flight.reserve_ahead(self._daemon.reserve_ahead - len(self._residency.blanks))
+                self._in_flight.reserve_ahead(self._lacking())
             if self._pressing:
                 self._daemon.flush()
                 self._pressing = False
@@ -296,6 +308,7 @@ class Session:
                 )
             self._labels.give_back(self.length - length)
             self._residency.cut(length)
+            self._expected = 0
 
     # Requests that are waited for --------------------------------------------------------------------------------
 
@@ -475,6 +488,14 @@ class Session:
             if missing <= 0 and not self._in_flight.full:
                 return spans, runs
             self._in_flight.wait_for_pages(missing, deadline)
+
+    def _lacking(self) -> int:
+        """Pages to ask for ahead: of the step that is expected, else those that a session keeps beyond its need."""
+        if not self._expected:
+            return self._daemon.reserve_ahead - len(self._residency.blanks)
+        return self._residency.missing(
+            Run(span.region, span.tokens) for span in self._labels.preview(self._expected)
+        )
 
     def _commit_failed(self, error: TierKVError) -> None:
         """The table is not the daemon's any more: the session is broken."""

@@ -29,7 +29,7 @@ from tierkv.recall import Estimates, RecallMode, RecallOptions
 from tierkv.regions import Run
 from tierkv.tiered_layer import TieredLayer
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 1024
 """New tokens that one forward takes at most; a longer prompt runs in slices, so that it demotes as it goes."""
 
 CHUNK_POOL_SHARE = 4
@@ -59,7 +59,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             and closes rows that beam search drops, so read `cache.sessions` afterwards. Sessions that already hold
             tokens are continued.
         attention: an implementation of `tierkv.attention`, or its name.
-        chunk_tokens: new tokens a forward takes at most; default 256, less when HBM pool or budget are small.
+        chunk_tokens: new tokens a forward takes at most; default 1,024, less when HBM pool or budget are small.
         recall: how pages that left HBM are attended all the same (`tierkv.recall`): a mode, or all its options.
         markers: by which tokens that no label names are given regions (`tierkv.markers`).
 
@@ -281,6 +281,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         scout: bool = False,
+        coming: int = 0,
     ) -> None:
         """Lay out `columns` new columns of `batch` rows.
 
@@ -288,6 +289,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             input_ids: `[batch, columns]`, for the commit; None when embeddings were given.
             attention_mask: `[batch, padded_length + columns]`, 0 where a column is padding; None: no padding.
             scout: the forward will be abandoned; only its estimates matter.
+            coming: columns of the forward that follows at once, whose room is made meanwhile.
 
         Raises:
             ValueError: batch or mask do not fit what the cache holds.
@@ -310,6 +312,9 @@ class TieredCache(Cache):  # type: ignore[misc]
             for new in rows:
                 self._rows.append(new)
                 new.session.begin(new.tokens, new.regions)
+            for new in rows:
+                if coming and new.columns is None:  # of a row that ends in padding fewer may come
+                    new.session.expect(coming)
             self._build_step(batch, scout)
         except BaseException:
             self.abandon_forward()

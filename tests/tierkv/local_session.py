@@ -71,6 +71,7 @@ class LocalSession:
         self.commits: list[tuple[int, int]] = []  # (tokens, steps)
         self.observations: list[tuple[int, NDArray[np.float32]]] = []  # (step, mass)
         self.cropped = 0  # crops below the horizon
+        self.expected: list[tuple[int, int]] = []  # (tokens, length of the session then), while a step ran
 
     has_cold = False  # every page is exact
     cold_pages = 0
@@ -97,6 +98,10 @@ class LocalSession:
     def reserve(self, tokens: int, regions: Sequence[Run] = ()) -> None:
         """Local pages are there, or `begin` says that they are not."""
         self._alive()
+
+    def expect(self, tokens: int) -> None:
+        assert self.running and self.length > self.horizon
+        self.expected.append((tokens, self.length))
 
     def begin(self, tokens: int, regions: Sequence[Run] = ()) -> None:
         self._alive()

@@ -147,6 +147,71 @@ def test_a_fork_shares_what_is_committed_and_goes_its_own_way(world: World) -> N
     assert before > 0
 
 
+# What is expected ------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_the_step_that_is_expected_are_there_before_this_one_ends(world: World) -> None:
+    """20 tokens fill a page and a quarter of 16; 48 more need three further pages."""
+    world.service()
+    client = world.client(reserve_ahead=0)
+    session = client.open(SMALL, "m")
+    session.begin(20)
+    assert client.stats(session.id)["blank_pages"] == 2
+    session.expect(48)
+    assert client.stats(session.id)["blank_pages"] == 5
+    write(client, session, 1, 0, 20)
+    session.commit()
+    session.end()
+    step(client, session, 1, 48)
+    assert client.stats(session.id)["blank_pages"] == 0
+    check(client, session, 1)
+
+
+def test_room_under_a_budget_is_made_while_the_step_runs(world: World) -> None:
+    """Eight pages, three that are written and three to come do not fit into twelve."""
+    world.service()
+    client = world.client(reserve_ahead=0)
+    session = client.open(SMALL, "m", hbm_budget=12 * PAGE)
+    step(client, session, 1, 8 * 16)
+    session.begin(3 * 16)
+    time.sleep(0.1)
+    assert client.stats(session.id)["pages_quantized"] == 0
+    session.expect(3 * 16)
+    until(lambda: client.stats(session.id)["pages_quantized"] > 0)
+    write(client, session, 1, 8 * 16, 11 * 16)
+    session.commit()
+    session.end()
+    step(client, session, 1, 3 * 16)
+    assert session.length == 14 * 16
+
+
+def test_pages_that_are_refused_ahead_are_nobodys_error(world: World) -> None:
+    """Four frames and a little: three are written, so four more can never be had, but one can."""
+    world.service(hbm=5)  # the codec's state takes a part of one
+    client = world.client(reserve_ahead=0)
+    session = client.open(SMALL, "m", ladder="exact")
+    session.begin(48)
+    session.expect(64)
+    write(client, session, 1, 0, 48)
+    session.commit()
+    session.end()
+    step(client, session, 1, 16)
+    check(client, session, 1)
+
+
+def test_a_step_that_is_rolled_back_expects_nothing(world: World) -> None:
+    world.service()
+    client = world.client(reserve_ahead=0)
+    session = client.open(SMALL, "m")
+    session.begin(16)
+    session.expect(16)
+    session.rollback(0)
+    session.end()
+    assert client.stats(session.id)["blank_pages"] == 2
+    session.begin(32)
+    assert client.stats(session.id)["blank_pages"] == 2
+
+
 # Refusals --------------------------------------------------------------------------------------------------------
 
 

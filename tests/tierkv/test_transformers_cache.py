@@ -445,7 +445,7 @@ def test_one_cache_serves_one_model(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool_pages", "rows", "want"), [(1024, 1, 256), (40, 1, 160), (40, 2, 80), (3, 1, 16)]
+    ("pool_pages", "rows", "want"), [(1024, 1, 1024), (40, 1, 160), (40, 2, 80), (3, 1, 16)]
 )
 def test_a_slice_takes_a_quarter_of_the_pool_at_most(
     llama: PreTrainedModel, pool_pages: int, rows: int, want: int
@@ -459,3 +459,19 @@ def test_slices_are_of_one_length_so_that_none_is_a_decode_step(llama: PreTraine
     counts = count_forward_tokens(llama)
     llama(**prompt(33), **{CACHE: tiered(attach(llama), chunk_tokens=16)})
     assert counts == [11, 11, 11]
+
+
+def test_room_for_the_next_slice_is_asked_for_before_the_current_one_ends(llama: PreTrainedModel) -> None:
+    """33 tokens in three slices of 11. `LocalSession.expect` itself requires that a step runs."""
+    cache = tiered(attach(llama), chunk_tokens=16)
+    llama(**prompt(33), **{CACHE: cache})
+    assert local_sessions(cache)[0].expected == [(11, 11), (11, 22)]
+    llama(prompt(4)["input_ids"], **{CACHE: cache})  # one slice: nobody knows what will follow
+    assert len(local_sessions(cache)[0].expected) == 2
+
+
+def test_a_row_whose_slice_holds_padding_asks_for_nothing_ahead(llama: PreTrainedModel) -> None:
+    """Rows of 33 and 20 tokens in slices of 11: the second row's padding ends in its second slice."""
+    cache = tiered(attach(llama), rows=2, chunk_tokens=16)
+    llama(**prompt(33, 20), **{CACHE: cache})
+    assert [session.expected for session in local_sessions(cache)] == [[(11, 11), (11, 22)], []]

@@ -67,14 +67,19 @@ def _written_out(
             hidden = torch.arange(seen) > torch.arange(here.start, here.stop).unsqueeze(-1)
             logits.masked_fill_(hidden, -torch.inf)
         log_sum_exp[:, :, here] = logits.logsumexp(-1)
-        out[:, :, here] = torch.softmax(logits, -1) @ values[:, :seen].unsqueeze(1)
+        out[:, :, here] = _shared(torch.softmax(logits, -1), values[:, :seen])
     return out, log_sum_exp
 
 
 def logits_of(query: torch.Tensor, keys: torch.Tensor, scale: Scale) -> torch.Tensor:
     """`[kv_heads, group, queries, tokens]` of queries `[kv_heads, group, queries, head_dim]`."""
-    logits = torch.matmul(query, keys.unsqueeze(1).transpose(-1, -2)).mul_(scale.factor)
+    logits = _shared(query, keys.transpose(-1, -2)).mul_(scale.factor)
     return logits.div_(scale.cap).tanh_().mul_(scale.cap) if scale.cap > 0 else logits
+
+
+def _shared(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """`[kv_heads, group, n, k]` times `[kv_heads, k, m]`. A broadcast product would copy the matrix for each head."""
+    return torch.matmul(rows.flatten(1, 2), matrix).reshape(*rows.shape[:3], matrix.shape[-1])
 
 
 def attend(
@@ -123,7 +128,7 @@ def _merge(
         part, part_log = flash(grouped, block.keys, block.values, scale, causal=False)
         merged = torch.logaddexp(log_sum_exp, part_log)
         mine, theirs = ((log - merged).exp_().unsqueeze(-1) for log in (log_sum_exp, part_log))
-        out, log_sum_exp = out * mine + part * theirs, merged
+        out, log_sum_exp = part.mul_(theirs).add_(out.mul_(mine)), merged
     return out, log_sum_exp
 
 
@@ -163,7 +168,7 @@ class _Looked:
         """Add each token's mass, averaged over heads and queries."""
         last = log_sum_exp[:, :, -self._query.shape[2] :].unsqueeze(-1)
         for logits, tokens in self._seen:  # a token lies in one block only
-            token_mass[tokens] += (logits - last).exp_().mean(dim=(0, 1, 2)).numpy()
+            token_mass[tokens] += logits.sub_(last).exp_().mean(dim=(0, 1, 2)).numpy()
 
 
 __all__ = ["BLOCK_TOKENS", "Block", "Blocks", "attend", "flash"]
