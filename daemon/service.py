@@ -25,6 +25,8 @@ from pathlib import Path
 from tierkv.daemon import events, registry
 from tierkv.daemon.attach import Admission, AttachServer, Peer
 from tierkv.daemon.calibrations import Calibrations
+from tierkv.daemon.cpu_carrier import CpuCarrier
+from tierkv.daemon.forms import Forms
 from tierkv.daemon.loop_contract import BrainLike, ServerMetrics
 from tierkv.daemon.middle import middle_codec
 from tierkv.daemon.mover import Mover, OnMove
@@ -63,7 +65,7 @@ class ServiceConfig:
     lease_seconds: float = 10.0
     heartbeat_seconds: float = 2.0
     digest_layers: int = 0  # as workers are told: 0 for no digests
-    measure_every: int = 0  # see `Mover`
+    measure_every: int = 0  # see `Forms`
     middle: str = ""  # codec of the middle form
     calibration: Path | None = None  # see `Calibrations`
 
@@ -127,10 +129,10 @@ class Service:
         self._open.callback(self._close_pools)
         self._registry = registry.Registry(config.state_dir)
         self.calibrations = Calibrations(config.calibration)
-        self.mover = Mover(
-            self._pools, get_codec(config.codec), lambda result: self.loop.post(result), self._on_move,
-            config.measure_every, self.calibrations, middle_codec(config.middle) if config.middle else None,
-        )  # fmt: skip
+        middle = middle_codec(config.middle) if config.middle else None
+        forms = Forms(get_codec(config.codec), middle, self.calibrations, config.measure_every)
+        carrier = CpuCarrier(self._pools, forms)
+        self.mover = Mover(carrier, lambda result: self.loop.post(result), self._on_move)
         self.brain = self._brain_factory(config)
         self.loop = OwnerLoop(
             socket_path(config.state_dir, REQUEST_SOCKET), self.brain, self.mover, config.epoch,
