@@ -28,7 +28,7 @@ import msgspec
 from tierkv.errors import ProtocolError
 from tierkv.geometry import DTypeName
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_HEADER_BYTES = 64 << 20
 MAX_REQUEST_PAGES = 65_536
 ATTACH_SOCKET = "attach.sock"
@@ -160,6 +160,8 @@ class Attached(_Struct, tag="attached"):
     """Codec of the form between exact and `codec`; empty: there is none."""
     lost: list[tuple[int, int, int]] = []
     """After adoption: `(session, first token, stop token)` ranges that no replica holds."""
+    device: str = ""
+    """UUID (32 hexadecimal digits) of the GPU whose memory the HBM pool is; empty: it is this machine's memory."""
 
 
 class Refused(_Struct, tag="refused"):
