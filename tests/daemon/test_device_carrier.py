@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests import triton_device  # noqa: F401  # skips the module where kernels cannot run
-from tests.fake_cuda import GRANULE, FakeDevice, FakeStream, fake_gpu
+from tests.fake_cuda import GRANULE, FakeDevice, fake_gpu
 from tierkv.daemon.desk import DESKS
 from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize
 from tierkv.daemon.forms import Forms
@@ -88,14 +88,24 @@ def fit(world: World) -> None:
     assert world.results.get(timeout=60) == MoveDone(90)
 
 
-def test_more_pages_than_desks_are_encoded_in_turn(world: World) -> None:
+def encode_one(world: World) -> None:
+    """From now on the codec's state need not be read."""
     fit(world)
-    world.kernels.held = True
+    world.mover.submit(Quantize(91, GEOMETRY, STATE, 16, "hbm", 0, 0, "hbm", PAGE, 1))
+    assert world.results.get(timeout=60) == MoveDone(91)
+
+
+def test_more_pages_than_desks_are_encoded_in_turn(world: World) -> None:
+    encode_one(world)
+    world.out.held = True
+    before = world.out.launched
     for number in range(DESKS + 3):
         at = (20 + number) * PAGE
-        world.mover.submit(Quantize(number, GEOMETRY, STATE, 16, "hbm", number * PAGE, 0, "hbm", at, 1))
-    assert world.nothing_for(0.3)
-    world.kernels.held = False
+        world.mover.submit(Quantize(number, GEOMETRY, STATE, 16, "hbm", number * PAGE, 0, "host", at, 1))
+    until(lambda: world.out.launched == before + 2 * DESKS)  # waits for the kernel, and copies
+    assert world.nothing_for(0.1)
+    assert world.out.launched == before + 2 * DESKS
+    world.out.held = False
     assert {world.results.get(timeout=60).move for _ in range(DESKS + 3)} == set(range(DESKS + 3))
 
 
@@ -114,30 +124,23 @@ def test_a_failure_is_told_when_nothing_of_the_move_is_running(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its destination is given to another page then."""
-    fit(world)
+    encode_one(world)
     page = np.ones(PAGE // 4, np.float32).view(np.uint8)
     world.host.write(0, page)
+    tried: list[object] = []
 
     def broken(*args: object) -> None:
+        tried.append(args)
         raise RuntimeError("the launch failed")
 
     monkeypatch.setattr("tierkv.quant.rotated_triton.RotatedPages.encode", broken)
-    launched = world.kernels.launched
-    monkeypatch.setattr(FakeStream, "launching", lambda self: self.fence().synchronize() or _nothing())
-    move = Quantize(1, GEOMETRY, STATE, 16, "host", 0, checksum(page, 5), "hbm", PAGE, 5)
-    world.into.held = world.out.held = True
+    world.out.held = True
     world.out.launch(lambda: None)  # another's copy, of which nobody can tell that it is not the move's
-    world.mover.submit(move)
-    until(lambda: world.kernels.launched > launched)
+    world.mover.submit(Quantize(1, GEOMETRY, STATE, 16, "host", 0, checksum(page, 5), "hbm", PAGE, 5))
+    until(lambda: bool(tried))
     assert world.nothing_for(0.1)
-    world.into.held = world.out.held = False
+    world.out.held = False
     assert world.results.get(timeout=5) == MoveFailed(1, "codec")
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
 
 
 def test_a_device_that_breaks_fails_moves_and_not_the_thread(
