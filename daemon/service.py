@@ -221,6 +221,10 @@ class Service:
         self.survivor_ended(client, registered=True)
         return Admission(self._attached(lost), (self._hbm_pool().descriptor(), self._host_pool.descriptor()))
 
+    @property
+    def on_device(self) -> bool:
+        return self._gpu is not None
+
     def left(self, client: str) -> None:
         self._registry.remove(client)
         self.loop.detach(client)
