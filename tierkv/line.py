@@ -5,6 +5,9 @@ that is do the thread's work until the answer is there, which spares two wake-up
 `_role` works; the other sleeps. Everything in one epoch arrives in order and at most once is
 carried out twice (the daemon remembers answers), so a call is simply sent again until it is answered.
 
+A call that speaks of pages on a GPU carries a fence (`Call.after`) and is held until that is passed, as are versions in
+`seen`; heartbeats and what carries none go by.
+
 The owner's death is the end of the attach stream, which the kernel reports; or an answer from a later epoch. Silence
 alone is not: leaving a living owner would give up every page, so the line then only goes on asking. After the owner's
 death the line attaches to the next one, for as long as the client is open, and carries over what is still in flight:

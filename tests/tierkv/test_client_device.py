@@ -21,7 +21,7 @@ from tests.tierkv.local_daemon import PAGE, World, until
 from tierkv import Client, Geometry, Session, handshake
 from tierkv.daemon import events
 from tierkv.daemon.service import Service
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, TierKVError
 from tierkv.pool import require_attention
 from tierkv.protocol import PROTOCOL_VERSION, Attach, Plan
 from tierkv.quant import get
@@ -178,6 +178,25 @@ def test_a_plan_is_acknowledged_when_the_kernels_that_read_the_old_table_are_don
     assert not [event for event in heard if isinstance(event, events.Acked) and tuple(event) == acknowledged]
     gpus.kernels.current.held = False
     until(lambda: events.Acked(*acknowledged) in heard)
+
+
+def test_a_gpu_that_breaks_ends_the_session_and_not_the_line(
+    world: World, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.service(hbm=POOL, gpu=fake_gpu(gpus.daemon))
+    client = world.client()
+    session = client.open(SMALL, "m")
+
+    def lost(fence: object) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.fake_cuda.FakeFence.query", lost)
+        put(client, session, 10)
+        until(lambda: session._broken is not None)
+    with pytest.raises(TierKVError, match="the GPU failed: CUDA error: device-side assert"):
+        session.begin(1)
+    assert client.ping() < 5.0 and client.stats()["tokens"] == 0
 
 
 def test_leaving_waits_for_kernels_and_gives_everything_back(world: World, gpus: Gpus) -> None:
