@@ -1,18 +1,20 @@
 # One-word commands. Each makes the environment first when it is missing or older than pyproject.toml.
-#   make venv | test | check | demo | bench | gpu-check | clean
-# Overridable: PYTHON (3.11 or newer), VENV (where the environment lives), TORCH (what pip is told), ARGS (for pytest).
+#   make venv | test | check | demo | bench | clean
+# Two need no environment: make gpu-check (a machine with a GPU) | gpu-wheels (what it may lack, from a network).
+# Overridable: PYTHON (3.11 or newer), VENV (where the environment lives), TORCH (what pip is told), ARGS (for pytest), GPU_PYTHON.
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
+GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test check demo bench gpu-check clean
+.PHONY: venv test check demo bench gpu-check gpu-wheels clean
 
 venv: $(STAMP)
 
@@ -42,9 +44,13 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m tierkv.benchmarks
 
-# Needs a CUDA device and a torch that knows it: make gpu-check TORCH="torch==2.13.0" with PyPI's build.
-gpu-check: $(STAMP)
-	$(BIN)/python scripts/gpu_check.py
+# With the machine's own Python, which must have torch for CUDA and triton; the rest may come from wheels/.
+gpu-check:
+	$(GPU_PYTHON) scripts/gpu_check.py --out benchmarks/results/gpu.txt
+
+# For Python 3.11 and 3.12 on x86-64 Linux.
+gpu-wheels:
+	$(GPU_PYTHON) scripts/gpu_wheels
 
 # Leaves the environment alone: `rm -r .venv` is a decision of its own.
 clean:

@@ -16,8 +16,11 @@ import numpy as np
 
 from tierkv import quant
 from tierkv.benchmarks import pairs, processes
+from tierkv.daemon.carriers import Move
+from tierkv.daemon.cpu_carrier import CpuCarrier
 from tierkv.daemon.events import Copy, MoveDone, MoveFailed, Quantize
-from tierkv.daemon.mover import Move, Mover
+from tierkv.daemon.forms import Forms
+from tierkv.daemon.mover import Mover
 from tierkv.daemon.pools import Bytes, HbmPool, HostPool
 from tierkv.geometry import Geometry
 from tierkv.pool import checksum
@@ -75,7 +78,7 @@ class _Bench:
         self._left = 0
         self._finished = threading.Event()
         self._failed: list[MoveFailed] = []
-        self.mover = Mover({"hbm": hbm, "host": host}, self.codec, self._post)
+        self.mover = Mover(CpuCarrier({"hbm": hbm, "host": host}, Forms(self.codec)), self._post)
         values = np.random.default_rng(1).standard_normal(window // 2, np.float32)
         hbm.data[:window] = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)  # bfloat16
         host.data[:] = 0  # every page of memory is there before the clock runs

@@ -1,8 +1,10 @@
 """The attach socket: who is here, what they hand back, and when they are gone.
 
 One thread. The kernel says who the peer is (SO_PEERCRED) and a pidfd says when that process has ended, so death is
-known and never guessed. A stream that ends while its process lives is a detach. Before a peer has said something
-well-formed it holds nothing but one slot of `MAX_STRANGERS`, for `HANDSHAKE_SECONDS`.
+known and never guessed. A stream that ends while its process lives is a detach; but where HBM is a GPU's, only one that
+ends with a farewell, a byte by which a worker says that its kernels are done. The kernel may close a dying process's
+streams before its GPU context, whose kernels could still write; its end comes after both. Before a peer has said
+something well-formed it holds nothing but one slot of `MAX_STRANGERS`, for `HANDSHAKE_SECONDS`.
 
 What admission means (pools, adoption, the brain) is the `Host`'s business; this file only moves messages,
 descriptors and deaths.
@@ -71,6 +73,11 @@ class Host(Protocol):
         """`descriptor` is an HBM pool that the worker hands back (the attach thread closes it)."""
         ...
 
+    @property
+    def on_device(self) -> bool:
+        """The HBM pool is a GPU's, where kernels of a worker may still run when its stream has ended."""
+        ...
+
     def left(self, client: str) -> None:
         """The client's process ended or it detached."""
         ...
@@ -100,6 +107,7 @@ class _Stream:
     pidfd: int
     deadline: float
     client: str = ""
+    ended: bool = False
     buffer: bytearray = field(default_factory=bytearray)
     descriptors: list[int] = field(default_factory=list)
 
@@ -253,7 +261,10 @@ class AttachServer:
         except OSError:
             data, descriptors = b"", []
         stream.descriptors += descriptors
-        if not data or stream.client:  # the end; or chatter after the one message, which nobody should send
+        if not data and stream.client and self._host.on_device:
+            self._await_end(stream)
+            return
+        if not data or stream.client:  # the end; or a word after the one message, which is a farewell
             self._gone(stream)
             return
         stream.buffer += data
@@ -300,11 +311,17 @@ class AttachServer:
         if client:
             self._host.left(client)
 
+    def _await_end(self, stream: _Stream) -> None:
+        """A stream that ended without a farewell: of a process that is dying, whose end says that its kernels have."""
+        stream.ended = True
+        self._selector.unregister(stream.connection)
+
     def _close(self, stream: _Stream) -> None:
         self._streams.discard(stream)
         if self._clients.get(stream.client) is stream:
             del self._clients[stream.client]
-        self._selector.unregister(stream.connection)
+        if not stream.ended:
+            self._selector.unregister(stream.connection)
         self._selector.unregister(stream.pidfd)
         stream.connection.close()
         os.close(stream.pidfd)

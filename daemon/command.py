@@ -23,6 +23,7 @@ from rich.table import Table
 
 from tierkv.daemon import statedir
 from tierkv.daemon.config import DaemonConfig, Loaded, check_machine, load_config, show_size
+from tierkv.daemon.gpu import CPU
 from tierkv.daemon.http import version
 from tierkv.daemon.local_ray import JoinedRay, LocalRay, quiet_ray
 from tierkv.errors import ConfigError, OwnerUnavailable, StateDirectoryLocked, TierKVError
@@ -48,6 +49,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def daemon(
     hbm: Annotated[str | None, typer.Option(help="Bytes of HBM a device, for instance 8GiB.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where HBM is: cpu, or cuda:0 for a GPU.")] = None,
     host: Annotated[str | None, typer.Option(help="Bytes of host memory, for instance 64GiB.")] = None,
     state_dir: Annotated[
         Path | None, typer.Option(help="Sockets, host pool and epoch; workers connect here.")
@@ -72,9 +74,9 @@ def daemon(
 ) -> None:
     """Own this node's KV pages until SIGTERM or Ctrl-C. `tierkv config show` lists every setting."""
     flags: dict[str, object] = {
-        "hbm": hbm, "host": host, "state_dir": state_dir, "ray_address": ray_address, "http_host": http_host,
-        "http_port": http_port, "codec": codec, "policy": policy, "policy_file": policy_file, "demotion": demotion,
-        "backup": backup, "log_level": log_level,
+        "hbm": hbm, "device": device, "host": host, "state_dir": state_dir, "ray_address": ray_address,
+        "http_host": http_host, "http_port": http_port, "codec": codec, "policy": policy, "policy_file": policy_file,
+        "demotion": demotion, "backup": backup, "log_level": log_level,
     }  # fmt: skip
     try:
         run(load_config(flags | _pairs(setting or []), config))
@@ -116,6 +118,7 @@ def show_banner(loaded: Loaded, info: dict[str, Any]) -> None:
         ("state directory", str(config.state_dir)),
         ("epoch", str(info["epoch"])),
         ("hbm", show_size(info["hbm_bytes"], config.page_tokens)),
+        *([] if config.device == CPU else [("device", config.device)]),
         ("host", show_size(info["host_bytes"], config.page_tokens)),
         (
             "codec, policy",

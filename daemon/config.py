@@ -34,6 +34,7 @@ from pydantic_settings import (
 
 from tierkv import folders
 from tierkv.daemon import limits
+from tierkv.daemon.gpu import CPU, device_index
 from tierkv.errors import ConfigError, UnknownRegion
 from tierkv.geometry import PAGE_TOKENS, Geometry
 from tierkv.handshake import default_state_dir, socket_path
@@ -150,6 +151,8 @@ class DaemonConfig(BaseSettings):
 
     hbm: Size = 1 << 30
     """Bytes of HBM a device, everything included (pages, low-bit pages, codec state)."""
+    device: str = CPU
+    """Where HBM is: `cuda:0` is a GPU by its number in this process, `cpu` this machine's memory."""
     host: Size = 4 << 30
     """Bytes of host memory a node; 0 keeps nothing in host memory."""
     state_dir: Path = Field(default_factory=default_state_dir)
@@ -251,6 +254,12 @@ class DaemonConfig(BaseSettings):
             raise ValueError(f"is not one of {', '.join(names)}{_suggest(value, names)}")
         return value
 
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        device_index(value)
+        return value
+
     @field_validator("layer_codecs")
     @classmethod
     def _known_forms(cls, value: dict[str, str]) -> dict[str, str]:
@@ -292,6 +301,10 @@ class DaemonConfig(BaseSettings):
             raise ConfigError(
                 f"host = {self.host} bytes; give at least {SMALLEST_POOL}, or 0 for no host tier"
             )
+        if self.device != CPU:
+            from tierkv.quant.on_device import require_served
+
+            require_served(self.low_bit_form, self.middle, self.page_tokens)
         if self.middle and (self.backup == "never" or not self.host):
             why = 'backup = "never"' if self.backup == "never" else "host = 0"
             raise ConfigError(
@@ -389,7 +402,8 @@ def check_machine(config: DaemonConfig, root: Path = Path("/"), reusable: int = 
     for name in (ATTACH_SOCKET, REQUEST_SOCKET):
         socket_path(config.state_dir, name)
     room = limits.file_system_room(config.state_dir)
-    limits.check_sizes(config.hbm, config.host, limits.memory_limits(root), room, reusable)
+    hbm = config.hbm if config.device == CPU else 0  # else it is not this machine's memory
+    limits.check_sizes(hbm, config.host, limits.memory_limits(root), room, reusable)
 
 
 def exact_tokens(size: int, page_tokens: int) -> dict[str, int]:

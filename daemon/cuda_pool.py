@@ -155,6 +155,10 @@ class CudaPools:
         self._driver = driver
         self._device = device
 
+    def round_down(self, size: int) -> int:
+        granule = self._driver.granularity(self._device)
+        return size // granule * granule
+
     def create(self, size: int) -> CudaPool:
         return CudaPool.create(self._driver, self._device, size)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tierkv.daemon import events, registry, statedir
 from tierkv.daemon.brain import Brain
 from tierkv.daemon.config import DaemonConfig
+from tierkv.daemon.gpu import open_gpu
 from tierkv.daemon.http import HttpServer, Verdict, loop_verdict, version
 from tierkv.daemon.loop_contract import BrainLike
 from tierkv.daemon.metrics import Metrics
@@ -90,7 +91,11 @@ class Incarnation:
             self.epoch = statedir.next_epoch(config.state_dir)
             self.metrics_ = Metrics(self.epoch, self._snapshot, config.low_bit_form)
             self.service = Service(
-                self._service_config(), self._brain, self.metrics_, on_move=self.metrics_.moved
+                self._service_config(),
+                self._brain,
+                self.metrics_,
+                open_gpu(config.device),
+                self.metrics_.moved,
             )
             self.service.start()
             undo.callback(self.service.stop)
@@ -130,6 +135,7 @@ class Incarnation:
             "endpoint": self.service.loop.endpoint,
             "url": self._http.url,
             "state_dir": str(self.config.state_dir),
+            "device": self.config.device,
             "hbm_bytes": service.hbm_bytes,
             "host_bytes": service.host_bytes,
             "codec": self.config.low_bit_form,

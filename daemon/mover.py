@@ -1,46 +1,28 @@
-"""Carries out the brain's moves on the two pools, one after the other, in one thread.
+"""Has the brain's moves carried out, in one thread, and tells of each how it ended.
 
-A move ends in exactly one `MoveDone` or `MoveFailed`; whatever goes wrong keeps the source and never leaves the
-thread. Host replicas carry an xxh3-64 checksum seeded with their key (the page id), so bytes that were damaged, or
-that belong to another page, are refused and never reach attention.
+A move ends in exactly one `MoveDone` or `MoveFailed`; whatever goes wrong keeps the source and never leaves the thread.
+How bytes go is the carrier's business (`carriers.py`). Moves for which a device works are in flight together: the
+thread looks at their fences and begins others meanwhile.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
-import numpy as np
-import xxhash
-from numpy.typing import NDArray
-
-from tierkv.daemon import scoring
-from tierkv.daemon.calibrations import Calibrations
-from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize, Summarize
-from tierkv.daemon.pools import BytePool, Bytes
-from tierkv.geometry import DTypeName, Geometry
-from tierkv.pool import KEY_MASK, checksum
-from tierkv.prefetch.digests import digest_shape
-from tierkv.prefetch.digests import write as write_digest
-from tierkv.quant.contract import Codec, NonFiniteValues
-from tierkv.quant.quality import ErrorRatios, error_ratios
-from tierkv.table import Kind
+from tierkv.daemon.carriers import Carried, Carrier, Damaged, Landed, Move
+from tierkv.daemon.events import Copy, MoveDone, MoveFailed
+from tierkv.fence import Fence
+from tierkv.quant.contract import NonFiniteValues
 
 log = logging.getLogger(__name__)
 
-Move = Quantize | Copy | Summarize | FitCodec
-
-WARM_UP_HEAD_DIM = 64
-"""A head size that every codec packs."""
-
-BLOCK_BYTES = 1 << 19
-"""A copy into host memory is written and hashed in blocks of this size: the hash then reads what the copy has just
-brought into the core's cache, where it runs several times faster than memory."""
+LOOK_SECONDS = 0.0001
+"""How often fences are looked at while moves are in flight: a page of an 8B model takes as long over the bus."""
 
 
 class OnMove(Protocol):
@@ -48,39 +30,30 @@ class OnMove(Protocol):
         """A move is done: pools `src` and `dst` (`quantized` for a low-bit replica in HBM), bytes written."""
 
 
-class _Damaged(Exception):
-    """A host replica's bytes are not what was stored."""
+class _Flight(NamedTuple):
+    """A move that has begun, and what it waits for."""
+
+    move: Move
+    carried: Carried
+    began: float  # monotonic
+    fence: Fence
 
 
 class Mover:
-    """One thread, one queue. `pools` maps `hbm` and `host`; an adopted pool may join it later.
+    """One thread, one queue.
 
     Args:
         post: gets every result; called from the mover's thread.
-        measure_every: of so many pages that become low-bit, the first one is decoded again and compared with its exact
-            bytes; 0 measures none.
-        middle: the codec of the middle form, if there is one.
     """
 
     def __init__(
-        self,
-        pools: Mapping[str, BytePool],
-        codec: Codec,
-        post: Callable[[MoveDone | MoveFailed], None],
-        on_move: OnMove | None = None,
-        measure_every: int = 0,
-        calibrations: Calibrations | None = None,
-        middle: Codec | None = None,
+        self, carrier: Carrier, post: Callable[[MoveDone | MoveFailed], None], on_move: OnMove | None = None
     ) -> None:
-        self._pools = pools
-        self._codec = codec
-        self._middle = middle
+        self._carrier = carrier
         self._post = post
         self._on_move = on_move
-        self._measure_every = measure_every
-        self._calibrations = calibrations or Calibrations(None)
-        self._encoded = 0
         self._queue: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+        self._flying: list[_Flight] = []  # a thread that takes a dead one's place goes on with them
         self._thread: threading.Thread | None = None
         self._unfinished = 0
         self._lock = threading.Lock()
@@ -118,7 +91,7 @@ class Mover:
         return self._unfinished
 
     def busy_seconds(self) -> float:
-        """How long the current move has been running; 0 when idle."""
+        """How long the oldest move that has begun has been running; 0 when idle."""
         started = self._started_at
         return 0.0 if started is None else time.monotonic() - started
 
@@ -129,50 +102,65 @@ class Mover:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _warm_up(self) -> None:
-        """Encode one small page of each element type, so that the first demotion need not wait for a compiler; nor need
-        the loop when it scores pages first.
-        """
-        scoring.warm_up()
-        dtypes: tuple[DTypeName, ...] = ("bfloat16", "float16", "float32")
-        codecs = self._codec.members() if self._middle is None else (*self._codec.members(), self._middle)
-        for codec, dtype in itertools.product(codecs, dtypes):
-            geometry = Geometry(1, 1, WARM_UP_HEAD_DIM, dtype)
-            page = np.zeros(geometry.page_bytes, np.uint8)
-            state = codec.fit_state(geometry, [page], [1])
-            packed = np.empty(codec.page_bytes(geometry), np.uint8)
-            codec.encode(geometry, page, geometry.page_tokens, state, packed)
-            if self._measure_every:
-                codec.decode(geometry, packed, geometry.page_tokens, state, page)
-                error_ratios(geometry, page, page, geometry.page_tokens)
-            shape = digest_shape(geometry, 0)
-            write_digest(shape, page, geometry.page_tokens, np.empty(shape.nbytes, np.uint8))
-
     def _run(self) -> None:
         if not self.warmed.is_set():
             try:
-                self._warm_up()
+                self._carrier.warm_up()
             except Exception:
                 log.exception("the kernels could not be warmed up")
             self.warmed.set()
-        while (move := self._queue.get()) is not None:
-            self._started_at = time.monotonic()
-            result: MoveDone | MoveFailed = MoveFailed(move.move, "io")
+        ending = False
+        while not ending or self._flying:
+            move, timeout = None, LOOK_SECONDS if self._flying else None
             try:
-                result = self._attempt(move)
-            finally:  # even when this thread is dying, the brain gets its answer
-                self._started_at = None
+                move = self._queue.get(timeout=timeout)
+                ending |= move is None
+            except queue.Empty:
+                pass
+            if move is not None:
+                self._begin(move)
+            self._look()
+
+    def _begin(self, move: Move) -> None:
+        began = time.monotonic()
+        if self._started_at is None:
+            self._started_at = began
+        self._go_on(move, self._carrier.carry(move), began)
+
+    def _look(self) -> None:
+        """Go on with moves whose fences are passed."""
+        for flight in list(self._flying):
+            broken: Exception | None = None
+            try:
+                if not flight.fence.query():
+                    continue
+            except Exception as error:  # the device's: nothing of the move will be done
+                broken = error
+            self._flying.remove(flight)
+            self._go_on(flight.move, flight.carried, flight.began, broken)
+
+    def _go_on(self, move: Move, carried: Carried, began: float, broken: Exception | None = None) -> None:
+        result: MoveDone | MoveFailed | None = MoveFailed(move.move, "io")
+        try:
+            result = self._step(move, carried, began, broken)
+        finally:  # even when this thread is dying, the brain gets its answer
+            if result is not None:
+                self._started_at = self._flying[0].began if self._flying else None
                 with self._lock:
                     self._unfinished -= 1
                 self._post(result)
 
-    def _attempt(self, move: Move) -> MoveDone | MoveFailed:
-        start = time.perf_counter()
+    def _step(
+        self, move: Move, carried: Carried, began: float, broken: Exception | None
+    ) -> MoveDone | MoveFailed | None:
+        """To the move's next fence, which gives None, or to its end."""
         try:
-            done, src, dst, size = self._carry_out(move)
+            fence = next(carried) if broken is None else carried.throw(broken)
+        except StopIteration as end:
+            return self._landed(end.value, began)
         except NonFiniteValues:
             return MoveFailed(move.move, "non-finite")
-        except _Damaged as error:
+        except Damaged as error:
             log.warning("move %d: %s", move.move, error)
             return MoveFailed(move.move, "checksum")
         except Exception as error:
@@ -183,141 +171,13 @@ class Mover:
             )
             log.exception("move %d failed (%s)", move.move, reason)
             return MoveFailed(move.move, reason)
+        self._flying.append(_Flight(move, carried, began, fence))
+        return None
+
+    def _landed(self, landed: Landed, began: float) -> MoveDone:
         if self._on_move is not None:
             try:
-                self._on_move(src, dst, time.perf_counter() - start, size)
+                self._on_move(landed.src, landed.dst, time.monotonic() - began, landed.size)
             except Exception:
                 log.exception("the metrics hook failed")
-        return done
-
-    def _carry_out(self, move: Move) -> tuple[MoveDone, str, str, int]:
-        if isinstance(move, Copy):
-            return self._copy(move)
-        if isinstance(move, Quantize):
-            return self._quantize(move)
-        if isinstance(move, Summarize):
-            return self._summarize(move)
-        return self._fit(move)
-
-    def _copy(self, move: Copy) -> tuple[MoveDone, str, str, int]:
-        source = self._source(move.src_pool, move.src, move.size, move.src_checksum, move.key)
-        pool = self._pool(move.dst_pool)
-        if move.dst_pool != "host":
-            pool.write(move.dst, source)
-            return MoveDone(move.move), move.src_pool, move.dst_pool, move.size
-        digest = xxhash.xxh3_64(seed=move.key & KEY_MASK)
-        for start in range(0, move.size, BLOCK_BYTES):
-            block = np.ascontiguousarray(source[start : start + BLOCK_BYTES])
-            pool.write(move.dst + start, block)
-            digest.update(block.data)
-        return MoveDone(move.move, digest.intdigest()), move.src_pool, move.dst_pool, move.size
-
-    def _quantize(self, move: Quantize) -> tuple[MoveDone, str, str, int]:
-        source = self._source(move.src_pool, move.src, move.geometry.page_bytes, move.src_checksum, move.key)
-        codec, state = self._form(move.form, move.geometry, move.codec_state)
-        pool = self._pool(move.dst_pool)
-        size = codec.page_bytes(move.geometry)
-        in_place = pool.data is not None
-        out = pool.read(move.dst, size) if in_place else np.empty(size, np.uint8)
-        codec.encode(move.geometry, source, move.count, state, out)
-        if not in_place:
-            pool.write(move.dst, out)
-        done = self._published(move.move, move.dst_pool, out, move.key)
-        if move.form == Kind.MIDDLE:
-            return done, move.src_pool, "middle", size
-        done = done._replace(errors=self._measured(move, source, out, state))
-        return done, move.src_pool, "quantized" if move.dst_pool == "hbm" else move.dst_pool, size
-
-    def _form(self, form: int, geometry: Geometry, codec_state: int) -> tuple[Codec, NDArray[np.float32]]:
-        """A packed form's codec and its state."""
-        if form != Kind.MIDDLE:
-            return self._codec, self._state(geometry, codec_state)
-        if self._middle is None:
-            raise ValueError("there is no middle form")
-        return self._middle, np.zeros(0, np.float32)
-
-    def _measured(
-        self, move: Quantize, exact: Bytes, packed: Bytes, state: NDArray[np.float32]
-    ) -> ErrorRatios | None:
-        """What the low-bit form loses of this page, if it is one of those that are measured."""
-        number, self._encoded = self._encoded, self._encoded + 1
-        if not self._measure_every or number % self._measure_every:
-            return None
-        decoded = np.empty(move.geometry.page_bytes, np.uint8)
-        self._codec.decode(move.geometry, packed, move.count, state, decoded)
-        return error_ratios(move.geometry, exact, decoded, move.count)
-
-    def _summarize(self, move: Summarize) -> tuple[MoveDone, str, str, int]:
-        geometry = move.geometry
-        if move.src_kind == Kind.EXACT:
-            source = self._source("host", move.src, geometry.page_bytes, move.src_checksum, move.key)
-        else:
-            codec, state = self._form(move.src_kind, geometry, move.codec_state)
-            size = codec.page_bytes(geometry)
-            packed = self._source("host", move.src, size, move.src_checksum, move.key)
-            source = np.empty(geometry.page_bytes, np.uint8)
-            codec.decode(geometry, packed, move.count, state, source)
-        shape = digest_shape(geometry, move.layers)
-        digest = np.empty(shape.nbytes, np.uint8)
-        write_digest(shape, source, move.count, digest)
-        self._pool("hbm").write(move.dst, digest)
-        return MoveDone(move.move), "host", "digest", shape.nbytes
-
-    def _state(self, geometry: Geometry, offset: int) -> NDArray[np.float32]:
-        """The codec's per-model state, in HBM."""
-        floats = self._codec.state_floats(geometry)
-        if not floats:
-            return np.zeros(0, np.float32)
-        return self._pool("hbm").read(offset, 4 * floats).view(np.float32)
-
-    def _fit(self, move: FitCodec) -> tuple[MoveDone, str, str, int]:
-        hbm = self._pool("hbm")
-        state = None
-        if self._codec.takes_moments:
-            state = self._calibrations.fit(self._codec, move.model_id, move.geometry)
-        if state is None:
-            pages = [hbm.read(offset, move.geometry.page_bytes) for offset in move.pages]
-            state = self._fitted(move.geometry, pages, move.counts)
-        floats = self._codec.state_floats(move.geometry)
-        if state.dtype != np.float32 or state.size != floats:
-            raise ValueError(
-                f"the codec's state has {state.size} values of {state.dtype}; {floats} were announced"
-            )
-        if not np.isfinite(state).all():
-            raise NonFiniteValues("the codec's state is not finite")
-        hbm.write(move.dst, np.ascontiguousarray(state).reshape(-1).view(np.uint8))
-        return MoveDone(move.move), "hbm", "codec", 4 * floats
-
-    def _fitted(self, geometry: Geometry, pages: list[Bytes], counts: Sequence[int]) -> NDArray[np.float32]:
-        """The state from the pages that the codec takes. Raises `NonFiniteValues` when it takes none."""
-        try:
-            return self._codec.fit_state(geometry, pages, counts)
-        except NonFiniteValues:
-            sound = [pair for pair in zip(pages, counts, strict=True) if self._can_fit(geometry, *pair)]
-            if not sound:
-                raise
-            return self._codec.fit_state(geometry, [page for page, _ in sound], [count for _, count in sound])
-
-    def _can_fit(self, geometry: Geometry, page: Bytes, count: int) -> bool:
-        try:
-            self._codec.fit_state(geometry, [page], [count])
-        except NonFiniteValues:
-            return False
-        return True
-
-    def _pool(self, name: str) -> BytePool:
-        pool = self._pools.get(name)
-        if pool is None:
-            raise KeyError(f"there is no {name} pool")
-        return pool
-
-    def _source(self, pool: str, offset: int, size: int, expected: int, key: int) -> Bytes:
-        """The source's bytes; a host replica is verified first."""
-        data = self._pool(pool).read(offset, size)
-        if pool == "host" and checksum(data, key) != expected:
-            raise _Damaged(f"{size} host bytes at {offset} of page {key} do not match their checksum")
-        return data
-
-    @staticmethod
-    def _published(move: int, pool: str, data: Bytes, key: int) -> MoveDone:
-        return MoveDone(move, checksum(data, key) if pool == "host" else 0)
+        return landed.done

@@ -69,8 +69,12 @@ class DevicePool(BytePool, Protocol):
 class DevicePools(Protocol):
     """Makes `DevicePool`s of one kind (memfd, CUDA)."""
 
+    def round_down(self, size: int) -> int:
+        """What a pool of `size` bytes has."""
+        ...
+
     def create(self, size: int) -> DevicePool:
-        """Fresh memory; `size` is rounded down to `PAGE_BYTES`. Raises `ConfigError`."""
+        """Fresh memory; `size` is rounded down. Raises `ConfigError`."""
         ...
 
     def adopt(self, descriptor: int, size: int) -> DevicePool:
@@ -123,6 +127,8 @@ class _MappedPool:
 
 class HbmPool(_MappedPool):
     """HBM of a machine without a GPU: a memfd, which leaves nothing behind when its last user is gone."""
+
+    round_down = staticmethod(round_down)
 
     @classmethod
     def create(cls, size: int) -> HbmPool:

@@ -19,12 +19,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierkv.daemon import events, registry
 from tierkv.daemon.attach import Admission, AttachServer, Peer
 from tierkv.daemon.calibrations import Calibrations
+from tierkv.daemon.carriers import Carrier
+from tierkv.daemon.cpu_carrier import CpuCarrier
+from tierkv.daemon.forms import Forms
+from tierkv.daemon.gpu import CPU, Gpu, open_gpu
 from tierkv.daemon.loop_contract import BrainLike, ServerMetrics
 from tierkv.daemon.middle import middle_codec
 from tierkv.daemon.mover import Mover, OnMove
@@ -34,6 +38,7 @@ from tierkv.errors import ConfigError
 from tierkv.handshake import socket_path
 from tierkv.protocol import PROTOCOL_VERSION, REQUEST_SOCKET, Attach, Attached, Refused
 from tierkv.quant import get as get_codec
+from tierkv.quant.on_device import require_served
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +68,7 @@ class ServiceConfig:
     lease_seconds: float = 10.0
     heartbeat_seconds: float = 2.0
     digest_layers: int = 0  # as workers are told: 0 for no digests
-    measure_every: int = 0  # see `Mover`
+    measure_every: int = 0  # see `Forms`
     middle: str = ""  # codec of the middle form
     calibration: Path | None = None  # see `Calibrations`
 
@@ -76,7 +81,7 @@ class Service:
 
     Args:
         brain_factory: called once, in `start`, with the sizes rounded to what the pools have.
-        pools: makes the HBM pool (memfd by default).
+        gpu: where HBM is; None: in this machine's memory.
         on_move: see `Mover`.
     """
 
@@ -85,19 +90,18 @@ class Service:
         config: ServiceConfig,
         brain_factory: BrainFactory,
         metrics: ServerMetrics | None = None,
-        pools: DevicePools | type[HbmPool] = HbmPool,
+        gpu: Gpu | None = None,
         on_move: OnMove | None = None,
     ) -> None:
-        self.config = ServiceConfig(
-            **{
-                **vars(config),
-                "hbm_bytes": round_down(config.hbm_bytes),
-                "host_bytes": round_down(config.host_bytes),
-            }
+        self._gpu = gpu
+        self._device_pools: DevicePools | type[HbmPool] = HbmPool if gpu is None else gpu.pools
+        self.config = replace(
+            config,
+            hbm_bytes=self._device_pools.round_down(config.hbm_bytes),
+            host_bytes=round_down(config.host_bytes),
         )
         self._brain_factory = brain_factory
         self._metrics = metrics
-        self._device_pools = pools
         self._on_move = on_move
         self._pools: dict[str, BytePool] = {}
         self._hbm: DevicePool | None = None
@@ -127,10 +131,16 @@ class Service:
         self._open.callback(self._close_pools)
         self._registry = registry.Registry(config.state_dir)
         self.calibrations = Calibrations(config.calibration)
-        self.mover = Mover(
-            self._pools, get_codec(config.codec), lambda result: self.loop.post(result), self._on_move,
-            config.measure_every, self.calibrations, middle_codec(config.middle) if config.middle else None,
-        )  # fmt: skip
+        middle = middle_codec(config.middle) if config.middle else None
+        carrier: Carrier
+        forms = Forms(get_codec(config.codec), middle, self.calibrations, config.measure_every)
+        if self._gpu is not None:
+            require_served(config.codec, config.middle, config.page_tokens)
+            self._open.callback(self._gpu.pin(self._host_pool.data).close)
+            carrier = self._gpu.carrier(self._pools, forms)
+        else:
+            carrier = CpuCarrier(self._pools, forms)
+        self.mover = Mover(carrier, lambda result: self.loop.post(result), self._on_move)
         self.brain = self._brain_factory(config)
         self.loop = OwnerLoop(
             socket_path(config.state_dir, REQUEST_SOCKET), self.brain, self.mover, config.epoch,
@@ -211,6 +221,10 @@ class Service:
         self.survivor_ended(client, registered=True)
         return Admission(self._attached(lost), (self._hbm_pool().descriptor(), self._host_pool.descriptor()))
 
+    @property
+    def on_device(self) -> bool:
+        return self._gpu is not None
+
     def left(self, client: str) -> None:
         self._registry.remove(client)
         self.loop.detach(client)
@@ -270,7 +284,7 @@ class Service:
         return Attached(
             PROTOCOL_VERSION, config.epoch, self.loop.endpoint, config.hbm_bytes, config.host_bytes,
             config.codec, config.page_tokens, config.straddle, config.observe_every, config.heartbeat_seconds,
-            config.digest_layers, config.middle, list(lost),
+            config.digest_layers, config.middle, list(lost), "" if self._gpu is None else self._gpu.uuid,
         )  # fmt: skip
 
 
@@ -295,6 +309,7 @@ def main() -> None:
     parser.add_argument("--digest-share", type=float, default=0.1)
     parser.add_argument("--digest-layers", type=int, default=0)
     parser.add_argument("--recent-tokens", type=int, default=64)
+    parser.add_argument("--device", default=CPU)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     with StateLock(given.state_dir):
@@ -319,7 +334,7 @@ def main() -> None:
                 )
             )
 
-        service = Service(config, brain)
+        service = Service(config, brain, gpu=open_gpu(given.device))
         service.start()
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())

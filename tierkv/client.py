@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from tierkv import handshake
 from tierkv.errors import OwnerUnavailable, PagesLost, ProtocolError, RequestError, TierKVError
+from tierkv.fence import Fence
 from tierkv.geometry import Geometry
 from tierkv.line import Attachment, Call, Line
 from tierkv.opening import make_session
-from tierkv.pool import MappedPool
+from tierkv.pool import HbmMapping, MappedPool
 from tierkv.protocol import (
     PROTOCOL_VERSION,
     Attach,
@@ -40,6 +41,7 @@ from tierkv.protocol import (
     Operation,
     Ping,
     Plan,
+    Reserve,
     Result,
     SessionOptions,
     SessionState,
@@ -95,8 +97,8 @@ class Client:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._sessions: dict[int, Session] = {}
-        self._seen: dict[int, int] = {}
-        self._hbm: MappedPool | None = None
+        self._seen: dict[int, tuple[int, Fence | None]] = {}
+        self._hbm: HbmMapping | None = None
         self._host: MappedPool | None = None
         self._closed = False
         self._terms: Attached
@@ -147,10 +149,14 @@ class Client:
     def host_bytes(self) -> int:
         return self._terms.host_bytes
 
-    def hbm(self) -> NDArray[np.uint8]:
-        """The HBM pool, `[hbm_bytes]`, writable."""
+    def mapped(self) -> HbmMapping:
+        """The HBM pool."""
         assert self._hbm is not None
-        return self._hbm.data
+        return self._hbm
+
+    def hbm(self) -> NDArray[np.uint8]:
+        """The HBM pool, `[hbm_bytes]`, writable; empty where it is on a GPU (then `mapped().tensor` is it)."""
+        return self.mapped().data
 
     def host(self) -> NDArray[np.uint8]:
         """The host pool, `[host_bytes]`, read-only."""
@@ -246,7 +252,11 @@ class Client:
         self._closed = True
         for session in list(self._sessions.values()):
             session.break_off(OwnerUnavailable("the client is closed"))
-        self._line.close()
+        try:
+            if self._hbm is not None:
+                self._hbm.settle()  # what kernels still read is about to be somebody else's
+        finally:
+            self._line.close()
         if not was_connected:
             handshake.leave(self.state_dir, self.id)
         for pool in (self._hbm, self._host):
@@ -271,16 +281,24 @@ class Client:
             )
 
     def submit(self, call: Call, wake: bool = True) -> None:
+        """Hand a call to the line. Those of a session speak of pages, so they leave when kernels launched before are
+        done with them, and in order; but a reservation only asks for more.
+        """
         self.check_process()
+        if call.session >= 0 and not isinstance(call.op, Reserve):
+            call.after = self.fence()
         self._line.submit(call, wake)
 
     def flush(self) -> None:
         self._line.flush()
 
-    def adopted(self, session: int, version: int) -> None:
-        """Session `session` reads table `version` from now on: the daemon is told soon."""
+    def fence(self) -> Fence | None:
+        return None if self._hbm is None else self._hbm.fence()
+
+    def adopted(self, session: int, version: int, fence: Fence | None) -> None:
+        """Session `session` reads table `version` from now on: the daemon is told soon after `fence`."""
         with self._lock:
-            self._seen[session] = version
+            self._seen[session] = version, fence
         self._line.acknowledge_soon()
 
     def forget(self, session: int) -> None:
@@ -313,6 +331,8 @@ class Client:
         for session in sessions.values():
             state, folded[session.id] = session.state()
             states.append(state)
+        if self._hbm is not None:
+            self._hbm.settle()  # what the tables say is written
         try:
             stream, reply = self._handshake(states, timeout)
         except PagesLost as error:  # another memory than ours: nothing of it can be kept
@@ -336,8 +356,17 @@ class Client:
 
     def take_seen(self) -> dict[int, int]:
         with self._lock:
-            seen, self._seen = self._seen, {}
+            seen = {
+                session: version
+                for session, (version, fence) in self._seen.items()
+                if fence is None or fence.query()
+            }
+            for session in seen:
+                del self._seen[session]
         return seen
+
+    def unseen(self) -> bool:
+        return bool(self._seen)
 
     # Inside ------------------------------------------------------------------------------------------------------
 
@@ -368,6 +397,7 @@ class Client:
         try:
             self._map(reply, hbm, host)
         except BaseException:
+            handshake.say_farewell(stream)
             stream.close()
             raise
         self._terms = reply
@@ -381,7 +411,11 @@ class Client:
                 os.close(host)
                 raise ProtocolError("the new owner adopted another HBM pool than the one handed back")
         else:
-            self._hbm = MappedPool(hbm, reply.hbm_bytes, writable=True)
+            try:
+                self._hbm = _map_hbm(reply, hbm)
+            except BaseException:
+                os.close(host)
+                raise
         if self._host is not None:
             self._host.close()
         self._host = MappedPool(host, reply.host_bytes, writable=False)
@@ -392,3 +426,12 @@ class Client:
             if pool is not None:
                 pool.close()
         self._hbm = self._host = None
+
+
+def _map_hbm(reply: Attached, descriptor: int) -> HbmMapping:
+    """Map the pool behind `descriptor`, which it takes."""
+    if not reply.device:
+        return MappedPool(descriptor, reply.hbm_bytes, writable=True)
+    from tierkv.device_pool import map_device
+
+    return map_device(descriptor, reply.hbm_bytes, reply.device)

@@ -64,6 +64,7 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
                     "sessions",
                     f"{stats['sessions']:.0f} of {stats['workers']:.0f} workers, {stats['tokens']:,.0f} tokens",
                 ),
+                *([] if now["device"] == "cpu" else [("device", now["device"])]),
                 ("hbm", _filled(stats, "hbm")),
                 ("host", _filled(stats, "host")),
                 *(

@@ -17,6 +17,7 @@ from pathlib import Path
 from tierkv import errors
 from tierkv.protocol import (
     ATTACH_SOCKET,
+    FAREWELL,
     MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
     Attach,
@@ -131,6 +132,12 @@ def attach(
                 f"no daemon answers at {state_dir / ATTACH_SOCKET} ({error}); is tierkv-daemon running there?"
             ) from None
         raise
+
+
+def say_farewell(stream: socket.socket) -> None:
+    """No kernel of this worker touches the HBM pool any more; the stream is closed next."""
+    with contextlib.suppress(OSError):
+        stream.send(FAREWELL)
 
 
 def leave(state_dir: Path, client_id: str) -> None:

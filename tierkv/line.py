@@ -5,6 +5,9 @@ that is do the thread's work until the answer is there, which spares two wake-up
 `_role` works; the other sleeps. Everything in one epoch arrives in order and at most once is
 carried out twice (the daemon remembers answers), so a call is simply sent again until it is answered.
 
+A call that speaks of pages on a GPU carries a fence (`Call.after`) and is held until that is passed, as are versions in
+`seen`; heartbeats and what carries none go by.
+
 The owner's death is the end of the attach stream, which the kernel reports; or an answer from a later epoch. Silence
 alone is not: leaving a living owner would give up every page, so the line then only goes on asking. After the owner's
 death the line attaches to the next one, for as long as the client is open, and carries over what is still in flight:
@@ -30,6 +33,8 @@ from typing import NamedTuple, Protocol, cast
 import zmq
 
 from tierkv.errors import OwnerUnavailable, ProtocolError, TierKVError
+from tierkv.fence import Fence
+from tierkv.handshake import say_farewell
 from tierkv.protocol import (
     Attached,
     Close,
@@ -63,6 +68,9 @@ may have sent some that it does not know of. The daemon takes a session for paus
 FORK_SECONDS = 1.0
 """How long a fork waits for the line to be between two turns."""
 
+HELD_SECONDS = 0.001
+"""How often the fence of a call is looked at that waits for kernels; epoll knows no less."""
+
 ACK_SECONDS = 0.002
 """How long an adopted plan waits for a message that carries the acknowledgement anyway."""
 
@@ -90,6 +98,7 @@ class Call:
     number: int = 0
     buffers: list[bytes] = field(default_factory=list)
     deadline: float = 0.0  # monotonic; 0: none
+    after: Fence | None = None  # leaves when it is passed, and after those before it that wait for one
     id: int = 0
     frames: list[bytes] = field(default_factory=list)
     due: float = 0.0
@@ -114,7 +123,11 @@ class Host(Protocol):
     def plans(self, plans: list[Plan]) -> None: ...
 
     def take_seen(self) -> dict[int, int]:
-        """Table versions adopted since the last call, by session."""
+        """Table versions adopted since the last call, by session, which kernels are done with those before."""
+        ...
+
+    def unseen(self) -> bool:
+        """There are others, which wait for kernels."""
         ...
 
 
@@ -127,6 +140,7 @@ class Line:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._queue: deque[Call] = deque()
+        self._held: deque[Call] = deque()  # until kernels are done
         self._flight: dict[int, Call] = {}
         self._ids = itertools.count(1)
         self._socket: zmq.Socket[bytes] | None = None
@@ -213,6 +227,8 @@ class Line:
         os.eventfd_write(self._wake, 1)
         self._thread.join(ATTEMPT_SECONDS + 1.0)
         mine = self._role.acquire(timeout=ATTEMPT_SECONDS)
+        if self._stream is not None:
+            say_farewell(self._stream)
         self._disconnect()
         self._context.destroy(linger=0)
         self._fail_all()
@@ -263,7 +279,8 @@ class Line:
         self._timers()
         while self.connected:
             while self._queue:
-                self._send(self._queue.popleft())
+                self._dispatch(self._queue.popleft())
+            self._release()
             self._receive()
             if not self._queue:
                 return
@@ -272,6 +289,8 @@ class Line:
         due = self._sent_at + self._heartbeat
         if self._ack_due:
             due = min(due, self._ack_due)
+        if self._held:
+            due = min(due, time.monotonic() + HELD_SECONDS)
         for call in self._flight.values():
             due = min(due, call.due)
         return due
@@ -282,16 +301,41 @@ class Line:
             if call.due <= now:
                 call.wait = min(2 * call.wait, RESEND_LIMIT_SECONDS)
                 self._transmit(call, now)
-        if (self._ack_due and self._ack_due <= now) or self._sent_at + self._heartbeat <= now:
+        if self._ack_due and self._ack_due <= now:
+            seen = self._host.take_seen()
+            self._ack_due = now + ACK_SECONDS if self._host.unseen() else 0.0
+            if seen:
+                self._send(Call(Ping(), lambda result: None), seen)
+        if self._sent_at + self._heartbeat <= now:
             self._send(Call(Ping(), lambda result: None))
 
-    def _send(self, call: Call) -> None:
+    def _dispatch(self, call: Call) -> None:
+        if call.after is None:
+            self._send(call)
+        else:
+            self._held.append(call)
+
+    def _release(self) -> None:
+        """Send what waited for kernels that are done."""
+        while self._held:
+            fence = self._held[0].after
+            assert fence is not None
+            try:
+                if not fence.query():
+                    return
+            except Exception as error:  # the device's: nobody will know what kernels have done
+                self._finish(self._held.popleft(), Failure(TierKVError.code, f"the GPU failed: {error}"))
+                continue
+            self._send(self._held.popleft())
+
+    def _send(self, call: Call, seen: dict[int, int] | None = None) -> None:
         """First sending in this epoch: the frames are fixed now, with the versions seen so far."""
         call.id = next(self._ids)
         now = time.monotonic()
         deadline = max(0.001, call.deadline - now) if call.deadline else 0.0
-        seen = self._host.take_seen()
-        self._ack_due = 0.0
+        if seen is None:
+            seen = self._host.take_seen()
+            self._ack_due = now + ACK_SECONDS if self._host.unseen() else 0.0
         request = Request(id=call.id, epoch=self.epoch, op=call.op, deadline=deadline, seen=seen)
         call.frames = [encode(request), *call.buffers]
         call.wait = RESEND_SECONDS
@@ -359,8 +403,9 @@ class Line:
         self.reattached += 1
         self._connect(attachment)
         log.warning("attached to the owner of epoch %d", self.epoch)
-        carried = [*self._flight.values()]
+        carried = [*self._flight.values(), *self._held]
         self._flight.clear()
+        self._held.clear()
         carried += [self._queue.popleft() for _ in range(len(self._queue))]
         for call in carried:
             self._carry_over(call, attachment.folded)
@@ -377,7 +422,7 @@ class Line:
         elif call.deadline and call.deadline < time.monotonic():
             self._finish(call, Failure(OwnerUnavailable.code, "the deadline passed while there was no owner"))
         else:
-            self._send(call)
+            self._dispatch(call)
 
     def _connect(self, attachment: Attachment) -> None:
         self._stream = attachment.stream
@@ -426,9 +471,10 @@ class Line:
         with contextlib.suppress(KeyError):
             while True:
                 self._finish(self._flight.popitem()[1], closed)
-        with contextlib.suppress(IndexError):
-            while True:
-                self._finish(self._queue.popleft(), closed)
+        for waiting in (self._held, self._queue):
+            with contextlib.suppress(IndexError):
+                while True:
+                    self._finish(waiting.popleft(), closed)
 
     # Forks -------------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 Lifecycle. A worker connects to the daemon's *attach socket* (Unix stream, `attach.sock` in the state directory) and
 sends one `Attach`, length-prefixed; the daemon answers `Attached` with two descriptors (HBM pool read-write, host
 pool read-only) as SCM_RIGHTS ancillary data. On re-attach after the owner died, the worker adds its HBM descriptor
-and its sessions' tables, and the new owner *adopts* them. The stream stays open; the kernel tells the daemon who
-the peer is (SO_PEERCRED), and the daemon watches that process through a pidfd.
+and its sessions' tables, and the new owner *adopts* them. The stream stays open until the worker's farewell, a byte;
+the kernel tells the daemon who the peer is (SO_PEERCRED), and the daemon watches that process through a pidfd.
 
 Everything else goes over ZeroMQ: ROUTER in the daemon, DEALER in the worker, identity = `client_id`. A message is
 `[header]` or `[header | raw buffers ...]`; the header is one msgpack `Request` (worker) or `Reply` / `Notice`
@@ -14,6 +14,9 @@ differently: replies are remembered by `(client_id, request id)`, so a worker th
 Versions. A session's page table has a version; the daemon sends each change as a `Plan` in a `Notice`; the worker
 adopts plans between steps and names the version it uses in `seen` of its next message. Memory that a plan took away
 is reused only after every session that could read it has said so.
+
+GPUs. Where the HBM pool is a GPU's (`Attached.device`), a worker tells of tokens, versions and ends only when the
+kernels that it launched before are done with the pages concerned; what the daemon tells of is written when it does.
 
 Trust. Peers are processes of one user. Every field is still validated: a malformed frame is answered with a
 `Failure` where a header could be read, dropped and counted otherwise, and never changes state.
@@ -28,11 +31,13 @@ import msgspec
 from tierkv.errors import ProtocolError
 from tierkv.geometry import DTypeName
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_HEADER_BYTES = 64 << 20
 MAX_REQUEST_PAGES = 65_536
 ATTACH_SOCKET = "attach.sock"
 REQUEST_SOCKET = "requests.sock"
+FAREWELL = b"\0"
+"""Sent on the attach stream before it is closed: no kernel of this worker reads or writes the HBM pool any more."""
 
 
 class _Struct(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -160,6 +165,8 @@ class Attached(_Struct, tag="attached"):
     """Codec of the form between exact and `codec`; empty: there is none."""
     lost: list[tuple[int, int, int]] = []
     """After adoption: `(session, first token, stop token)` ranges that no replica holds."""
+    device: str = ""
+    """UUID (32 hexadecimal digits) of the GPU whose memory the HBM pool is; empty: it is this machine's memory."""
 
 
 class Refused(_Struct, tag="refused"):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.geometry import Geometry
-from tierkv.pool import checksum, codec_state
+from tierkv.pool import HbmMapping, checksum, codec_state
 from tierkv.protocol import BlankPage, PageEntry, Plan, TableState
 from tierkv.regions import Region, Run
 from tierkv.rows import ColdRows, PageRows, PageTable
@@ -45,7 +45,9 @@ class Pools(Protocol):
     @property
     def digest_layers(self) -> int: ...
 
-    def hbm(self) -> NDArray[np.uint8]: ...
+    def mapped(self) -> HbmMapping:
+        """HBM."""
+        ...
 
     def host(self) -> NDArray[np.uint8]: ...
 
@@ -97,6 +99,11 @@ class Residency:
 
     def drop_plans(self) -> None:
         self._plans.clear()
+
+    def let_go(self) -> None:
+        """Nothing of the session is left: hold no plan, and no view of the pool."""
+        self._plans.clear()
+        self._view = None
 
     def adopt(self) -> bool:
         """Do what the plans say; whether there were any."""
@@ -153,16 +160,16 @@ class Residency:
             from tierkv.attention.contract import PoolView
 
             codec = quant.get(self._pools.codec)
-            data = self._pools.hbm()
-            state = codec_state(data, self._codec_state, codec.state_floats(self.geometry))
+            hbm = self._pools.mapped()
+            state = codec_state(hbm.read, self._codec_state, codec.state_floats(self.geometry))
             layers = min(self._pools.digest_layers, self.geometry.num_layers)
             middle = quant.get(self._pools.middle) if self._pools.middle else None
-            view = self._view = PoolView(data, self.geometry, codec, state, layers, middle)
+            view = self._view = PoolView(hbm.data, self.geometry, codec, state, layers, middle, hbm.tensor)
         return view
 
     @property
     def host(self) -> PoolView:
-        return self.pool._replace(data=self._pools.host())
+        return self.pool._replace(data=self._pools.host(), tensor=None)
 
     def cold(self, stop: int) -> ColdRows:
         """Pages of tokens `[0, stop)` to be read from host memory, verified the first time."""

@@ -8,6 +8,9 @@ Commits and observations are not waited for: they leave when the step ends, but 
 next message, or when the line looks by itself. When one fails, the next `begin` raises. Where tokens lie is
 `residency.py`'s, what is asked and not yet answered `in_flight.py`'s; this file says when either may change.
 
+On a device a step is over for the caller before its kernels are: what is told of it then waits for its fence, not the
+caller (`Daemon.adopted`, `Client.submit`).
+
 Threads: a session belongs to one caller at a time; the client's thread joins in under the session's lock.
 """
 
@@ -24,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.errors import PagesLost, RequestError, TierKVError, UnknownSession
+from tierkv.fence import Fence
 from tierkv.geometry import Geometry
 from tierkv.in_flight import LEAST_RETRY_SECONDS, InFlight
 from tierkv.labels import Labels, Span
@@ -71,8 +75,12 @@ class Daemon(Pools, Opener, Protocol):
 
     def check_process(self) -> None: ...
 
-    def adopted(self, session: int, version: int) -> None:
-        """A plan is in use: acknowledge it soon."""
+    def fence(self) -> Fence | None:
+        """Passed when this thread's kernels are done with the pool; None: they are."""
+        ...
+
+    def adopted(self, session: int, version: int, fence: Fence | None) -> None:
+        """A plan is in use: acknowledge it soon after `fence`, before which kernels read what was there before."""
         ...
 
     def forget(self, session: int) -> None: ...
@@ -106,6 +114,7 @@ class Session:
         self._labels = Labels()
         self._pins: list[Pin] = []
         self._in_step = False
+        self._fence: Fence | None = None  # of the latest step's kernels
         self._pressing = False  # the step has told more than that it was a decode step
         self._expected = 0  # tokens of the next step, where the caller said so
         self._closed = False
@@ -290,6 +299,7 @@ class Session:
         """The step is over: until the next `begin`, the client's thread may adopt plans."""
         with self._changed:
             self._in_step = False
+            self._fence = self._daemon.fence()
             self._adopt()
             if not (self._closed or self._cropping or self._broken):
                 self._in_flight.reserve_ahead(self._lacking())
@@ -444,14 +454,14 @@ class Session:
         """Nothing of the session is left: every further step raises `error`."""
         with self._changed:
             self._broken = error
-            self._residency.drop_plans()
+            self._residency.let_go()
             self._changed.notify_all()
 
     # Inside ------------------------------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
         if self._residency.adopt():
-            self._daemon.adopted(self.id, self._residency.version)
+            self._daemon.adopted(self.id, self._residency.version, self._fence)
 
     def _damaged(self, page: int) -> None:
         op = Recall(self.id, [page], [1.0], DAMAGE_SECONDS)  # a mass for which others give way
@@ -517,7 +527,7 @@ class Session:
                     (start, min(stop, self._horizon)) for start, stop in self.lost if start < self._horizon
                 ]
                 self._pins = [p for p in self._pins if p.start < self._horizon]
-                self._daemon.adopted(self.id, self._residency.version)
+                self._daemon.adopted(self.id, self._residency.version, self._fence)
         give(answer, result)
 
     def _result(self, answer: Future[Result], deadline: float, what: str) -> None:

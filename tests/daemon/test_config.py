@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tierkv.daemon.config import DaemonConfig, check_machine, exact_tokens, load_config, parse_size
+from tierkv.daemon.gpu import device_index
 from tierkv.daemon.incarnation import brain_config
 from tierkv.daemon.limits import memory_limits
 from tierkv.daemon.policy.lift import MemDecayLift
@@ -453,3 +454,44 @@ def test_layers_may_have_codecs_of_their_own_from_every_source(
 def test_a_layers_codec_that_cannot_be_is_refused(given: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load_config({"layer_codecs": given})
+
+
+# Devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "index"), [("cpu", None), ("cuda", 0), ("cuda:0", 0), ("cuda:11", 11)])
+def test_a_device_is_named_by_its_number(name: str, index: int | None) -> None:
+    assert device_index(load_config({"device": name}, None).config.device) == index
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:0 ", "CPU", ""])
+def test_what_is_no_device_is_refused(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"device = .* is no device; write cpu, cuda or for instance cuda:1"
+    ):
+        load_config({"device": name}, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"codec": "kivi2"}, "codec = 'kivi2' has no kernels for a GPU; take k3v2, rotated2 or klt2"),
+        ({"layer_codecs": "0=exact"}, "codec = 'k3v2,0=exact' has no kernels for a GPU"),
+        ({"middle": "nf4"}, "middle = 'nf4': kernels on a GPU read no middle form"),
+        ({"page_tokens": 24}, "page_tokens = 24: kernels on a GPU take a power of two"),
+    ],
+)
+def test_what_a_gpu_does_not_serve_is_refused_there_and_nowhere_else(
+    flags: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(flags | {"device": "cuda:0"}, None)
+    load_config(flags, None)
+    load_config({"device": "cuda:0", "codec": "klt2"}, None)
+
+
+def test_hbm_of_a_gpu_takes_none_of_this_machines_memory(tmp_path: Path) -> None:
+    root = machine(tmp_path, 8 * GIB)
+    with pytest.raises(ConfigError, match="hbm = 64 GiB"):
+        check_machine(config(tmp_path, hbm="64GiB", host="1MiB"), root)
+    check_machine(config(tmp_path, hbm="64GiB", host="1MiB", device="cuda:0"), root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,8 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import tierkv
+from tests.fake_cuda import UUIDS, FakeDriver, fake_gpu
+from tierkv import handshake
 from tierkv.daemon import statedir
 from tierkv.daemon.brain import Brain
 from tierkv.daemon.config import load_config
@@ -23,6 +27,7 @@ from tierkv.daemon.incarnation import Incarnation, brain_config
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.state import BrainConfig
 from tierkv.errors import ConfigError, StateDirectoryLocked
+from tierkv.protocol import PROTOCOL_VERSION, Attach
 
 MIB = 1 << 20
 
@@ -224,3 +229,42 @@ def test_nothing_on_the_owners_path_imports_torch() -> None:
     loaded = set(modules.split())
     assert "numba" in loaded  # the list is the right one
     assert not loaded & {"torch", "transformers", "bitsandbytes", "ray"}
+
+
+def test_an_owner_that_finds_no_gpu_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.daemon.gpu.CudaDriver", FakeDriver)
+    said = {
+        "cuda:5": "device = 'cuda:5', and this process sees 2 GPUs, numbered from 0; check CUDA_VISIBLE_DEVICES"
+    }
+    if not torch.cuda.is_available():
+        said["cuda"] = "device = 'cuda', and torch .* finds no CUDA device; install a build with CUDA"
+    for device, sentence in said.items():
+        with pytest.raises(ConfigError, match=sentence):
+            start(tmp_path / "s", device=device)
+        assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["epoch", "lock"]
+    owner = start(tmp_path / "s", device="cpu")
+    assert owner.info()["device"] == "cpu"
+    owner.stop(drain=False)
+
+
+def test_an_owner_on_a_gpu_pins_its_host_pool_and_says_where_its_memory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr("tierkv.daemon.incarnation.open_gpu", lambda name: fake_gpu(driver))
+    owner = start(tmp_path / "s", device="cuda:0", hbm=5 * MIB)
+    try:
+        assert owner.info()["hbm_bytes"] == 4 * MIB  # whole allocations
+        assert list(driver.pinned.values()) == [16 * MIB]
+        stream, attached, hbm, host = handshake.attach(
+            tmp_path / "s", Attach(PROTOCOL_VERSION, "w"), None, 5.0
+        )
+        assert (attached.device, attached.hbm_bytes) == (UUIDS[0], 4 * MIB)
+        stream.close()
+        os.close(hbm)
+        os.close(host)
+    finally:
+        owner.stop(drain=False)
+    assert driver.left() == (0, 0, 0, 0)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import xxhash
 
+from tierkv.daemon.cpu_carrier import CpuCarrier
 from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize, Summarize
+from tierkv.daemon.forms import Forms
 from tierkv.daemon.mover import Mover
 from tierkv.daemon.pools import HbmPool, HostPool
 from tierkv.geometry import Geometry
@@ -67,7 +69,7 @@ class Shell:
         self.results: queue.Queue[MoveDone | MoveFailed] = queue.Queue()
         self.moves: list[tuple[str, str, int]] = []
         self.mover = Mover(
-            {"hbm": self.hbm, "host": self.host}, Signs(), self.results.put,
+            CpuCarrier({"hbm": self.hbm, "host": self.host}, Forms(Signs())), self.results.put,
             lambda src, dst, seconds, size: self.moves.append((src, dst, size)),
         )  # fmt: skip
         self.mover.start()
@@ -172,7 +174,9 @@ def test_one_of_so_many_pages_is_compared_with_what_its_low_bit_form_says(
     """Keys of 2 read back as 1: (2 - 1)^2 / 2^2. Values of -3 read back as 0: all is lost."""
     hbm, host = HbmPool.create(SIZE), HostPool(tmp_path, SIZE)
     results: queue.Queue[MoveDone | MoveFailed] = queue.Queue()
-    mover = Mover({"hbm": hbm, "host": host}, SignsReadBack(), results.put, measure_every=every)
+    mover = Mover(
+        CpuCarrier({"hbm": hbm, "host": host}, Forms(SignsReadBack(), measure_every=every)), results.put
+    )
     hbm.write(0, np.repeat(np.array([2, -3], np.float32), GEOMETRY.values // 2).view(np.uint8))
     mover.start()
     for number, pool in enumerate(("hbm", "host", "hbm", "host")):
@@ -189,8 +193,8 @@ def test_a_page_takes_the_middle_form_by_the_middle_codec(tmp_path: Path) -> Non
     results: queue.Queue[MoveDone | MoveFailed] = queue.Queue()
     moves: list[tuple[str, str, int]] = []
     mover = Mover(
-        {"hbm": hbm, "host": host}, Signs(), results.put, lambda src, dst, _, size: moves.append((src, dst, size)),
-        measure_every=1, middle=middle,
+        CpuCarrier({"hbm": hbm, "host": host}, Forms(Signs(), middle, measure_every=1)), results.put,
+        lambda src, dst, _, size: moves.append((src, dst, size)),
     )  # fmt: skip
     page = np.linspace(-1, 1, GEOMETRY.values, dtype=np.float32).view(np.uint8)
     hbm.write(0, page)
@@ -208,7 +212,7 @@ def test_a_page_takes_the_middle_form_by_the_middle_codec(tmp_path: Path) -> Non
 def test_a_digest_of_a_page_that_left_in_the_middle_form_is_that_of_its_numbers(tmp_path: Path) -> None:
     hbm, host, middle = HbmPool.create(SIZE), HostPool(tmp_path, SIZE), get("nf4")
     results: queue.Queue[MoveDone | MoveFailed] = queue.Queue()
-    mover = Mover({"hbm": hbm, "host": host}, Signs(), results.put, middle=middle)
+    mover = Mover(CpuCarrier({"hbm": hbm, "host": host}, Forms(Signs(), middle)), results.put)
     page = np.linspace(-1, 1, GEOMETRY.values, dtype=np.float32).view(np.uint8)
     nothing, size = np.zeros(0, np.float32), middle.page_bytes(GEOMETRY)
     packed = middle.reference_encode(GEOMETRY, page, 4, nothing)
@@ -241,7 +245,7 @@ def test_a_failing_metrics_hook_does_not_fail_the_move(tmp_path: Path) -> None:
     def broken(src: str, dst: str, seconds: float, size: int) -> None:
         raise RuntimeError("no metrics today")
 
-    mover = Mover({"hbm": hbm, "host": host}, Signs(), results.put, broken)
+    mover = Mover(CpuCarrier({"hbm": hbm, "host": host}, Forms(Signs())), results.put, broken)
     mover.start()
     mover.submit(Copy(1, "hbm", 0, 0, "host", 0, PAGE, 1))
     assert isinstance(results.get(timeout=5), MoveDone)
@@ -260,7 +264,7 @@ def test_a_dead_thread_is_seen_and_replaced(tmp_path: Path) -> None:
             raise RuntimeError("the thread's end")
         results.put(result)
 
-    mover = Mover({"hbm": hbm, "host": host}, Signs(), post)
+    mover = Mover(CpuCarrier({"hbm": hbm, "host": host}, Forms(Signs())), post)
     mover.start()
     mover.submit(Copy(1, "hbm", 0, 0, "host", 0, PAGE, 1))
     assert first.wait(5)
@@ -272,43 +276,4 @@ def test_a_dead_thread_is_seen_and_replaced(tmp_path: Path) -> None:
     mover.submit(Copy(2, "hbm", 0, 0, "host", 0, PAGE, 1))
     assert results.get(timeout=5).move == 2
     assert mover.alive() and mover.restarts == 1
-    mover.stop()
-
-
-class Device:
-    """Memory that the CPU cannot address: only copies."""
-
-    data = None
-    size = SIZE
-
-    def __init__(self) -> None:
-        self._memory = np.zeros(SIZE, np.uint8)
-
-    def read(self, offset: int, size: int) -> Bytes:
-        return self._memory[offset : offset + size].copy()
-
-    def write(self, offset: int, source: Bytes) -> None:
-        self._memory[offset : offset + len(source)] = source
-
-    def descriptor(self) -> int:
-        return -1
-
-    def close(self) -> None: ...
-
-
-def test_moves_work_on_a_device_that_the_cpu_cannot_address(tmp_path: Path) -> None:
-    device, host = Device(), HostPool(tmp_path, SIZE)
-    results: queue.Queue[MoveDone | MoveFailed] = queue.Queue()
-    mover = Mover({"hbm": device, "host": host}, Signs(), results.put)
-    mover.start()
-    values = RANDOM.standard_normal(64).astype(np.float32)
-    device.write(0, values.view(np.uint8))
-    for move in (
-        Copy(1, "hbm", 0, 0, "host", 0, PAGE, 1),
-        Quantize(2, GEOMETRY, 8192, 4, "hbm", 0, 0, "hbm", 4096, 1),
-    ):
-        mover.submit(move)
-        assert isinstance(results.get(timeout=5), MoveDone)
-    assert np.array_equal(host.read(0, PAGE), values.view(np.uint8))
-    assert np.array_equal(device.read(4096, 64), values > 0)
     mover.stop()

@@ -15,6 +15,8 @@ import pytest
 from tests.quant.pages import gaussian_page
 from tierkv.daemon import events
 from tierkv.daemon.brain import Brain
+from tierkv.daemon.cpu_carrier import CpuCarrier
+from tierkv.daemon.forms import Forms
 from tierkv.daemon.mover import Mover
 from tierkv.daemon.policy import Thresholds
 from tierkv.daemon.pools import HbmPool, HostPool
@@ -45,7 +47,7 @@ class Daemon:
             "host": HostPool(folder, size),
         }
         self._done: queue.Queue[events.MoveDone | events.MoveFailed] = queue.Queue()
-        self.mover = Mover(self.pools, get(codec), self._done.put)
+        self.mover = Mover(CpuCarrier(self.pools, Forms(get(codec))), self._done.put)
         self.mover.start()
         self.brain = Brain(
             BrainConfig(

@@ -10,6 +10,7 @@ import tierkv
 from tests.faults.pages import SMALL
 from tierkv import Client, Session
 from tierkv.daemon.brain import Brain, BrainConfig
+from tierkv.daemon.gpu import Gpu
 from tierkv.daemon.service import Service, ServiceConfig
 
 PAGE = SMALL.page_bytes
@@ -33,20 +34,21 @@ class World:
         self.open: list[Service | Client] = []
 
     def service(
-        self, hbm: int = 64, host: int = 200, straddle: bool = False, codec: str = "k3v2", middle: str = ""
-    ) -> Service:
+        self, hbm: int = 64, host: int = 200, straddle: bool = False, codec: str = "k3v2", middle: str = "",
+        gpu: Gpu | None = None, epoch: int = 1,
+    ) -> Service:  # fmt: skip
         config = ServiceConfig(
             self.folder,
             hbm * PAGE,
             host * PAGE,
-            1,
+            epoch,
             codec,
             straddle=straddle,
             heartbeat_seconds=0.5,
             measure_every=1,
             middle=middle,
         )
-        service = Service(config, brain)
+        service = Service(config, brain, gpu=gpu)
         service.start()
         self.open.append(service)
         return service

@@ -58,6 +58,7 @@ class PoolView(NamedTuple):
     codec_state: NDArray[np.float32]  # the codec's per-model state (empty until it exists)
     digest_layers: int = 0  # the last so many layers have digests in this pool; 0: none
     middle: Codec | None = None  # form of MIDDLE pages, `in_model_space`; `None` where there are none
+    tensor: torch.Tensor | None = None  # the pool as bytes on a device; None: it is `data`
 
 
 class ColdPages(NamedTuple):

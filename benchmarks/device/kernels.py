@@ -1,15 +1,10 @@
-"""Device kernels on a device: are they right beside the references, and how much of its bandwidth do they get?
-
-Run by `make gpu-check` (`scripts/gpu_check.py`). Prints one line a check and one a measurement. Measurements are
-medians of CUDA graphs that go through LAYERS layers, so that no layer's pages still lie in the cache.
-"""
+"""Are the device's kernels right, beside the references on the CPU?"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from functools import cache, partial
-from typing import NamedTuple
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,21 +12,30 @@ from numpy.typing import NDArray
 
 from tierkv.attention.contract import Pages, PoolView
 from tierkv.attention.reference import ReferenceAttention
-from tierkv.attention.triton_decode import DevicePages, decode, plan_pages
+from tierkv.attention.triton_decode import decode, plan_pages
+from tierkv.benchmarks.device.table import Row
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.quant import get
 from tierkv.quant.klt_triton import KltPages
 from tierkv.quant.moments import Moments
+from tierkv.quant.on_device import device_pages
 from tierkv.quant.rotated_triton import RotatedPages
 from tierkv.table import Kind
 
-KV_HEADS, SHARE, HEAD_DIM, LAYERS = 8, 4, 128, 8
-LENGTHS = (32_768, 131_072)
-REPEATS = 20
+if TYPE_CHECKING:
+    from tierkv.benchmarks.device.machine import Machine
+
 CHECKED_PAGES = 12
 
 LIMITS = {"flags": 0.0, "bytes": 0.002, "decode": 0.0, "out": 2e-2, "lse": 2e-2, "mass": 2e-3}
 """Pages flagged, share of bytes unlike the reference's, excess over a rounding step, and largest differences."""
+
+
+class Case(NamedTuple):
+    dtype: DTypeName
+    head_dim: int
+    codec: str
+    share: int  # query heads of a KV head
 
 
 class Batch(NamedTuple):
@@ -65,21 +69,13 @@ def random_state(name: str, geometry: Geometry) -> NDArray[np.float32]:
     return codec.fit_moments(geometry, Moments(mean, *(second() for _ in Moments._fields[1:])))
 
 
-def on_device(
-    name: str, geometry: Geometry, state: NDArray[np.float32], device: torch.device
-) -> RotatedPages | KltPages:
-    if name == "klt2":
-        return KltPages(geometry, state, device)
-    return RotatedPages(geometry, state, device, {"k3v2": 3, "rotated2": 2}[name])
-
-
 def make_batch(geometry: Geometry, pages: int, name: str, device: torch.device, full: bool) -> Batch:
     """Pages in shuffled places; all of them full, or filled by chance."""
     generator = torch.Generator(device).manual_seed(pages)
     dtype = getattr(torch, geometry.dtype)
     values = torch.randn(pages * geometry.values, generator=generator, device=device, dtype=dtype)
     state = random_state(name, geometry)
-    codec = on_device(name, geometry, state, device)
+    codec = device_pages(name, geometry, state, device)
     packed_frame = -(-codec.page_bytes // 64) * 64
     exact_bytes = values.numel() * geometry.item_bytes
     pool = torch.cat(
@@ -109,8 +105,9 @@ def pages_of(batch: Batch, kinds: NDArray[np.int8]) -> Pages:
     return Pages(offsets, kinds, counts, starts, row, int(counts.sum()))
 
 
-def check(dtype: DTypeName, head_dim: int, name: str, share: int, device: torch.device) -> bool:
+def check(case: Case, device: torch.device) -> Row:
     """Encode, decode and attend a few partly filled pages, beside the references on the CPU."""
+    dtype, head_dim, name, share = case
     geometry = Geometry(2, 3, head_dim, dtype)
     batch = make_batch(geometry, CHECKED_PAGES, name, device, full=False)
     codec, pool = batch.codec, batch.pool
@@ -121,8 +118,7 @@ def check(dtype: DTypeName, head_dim: int, name: str, share: int, device: torch.
     found |= compare_attention(batch, kinds, share)
     good = all(value <= LIMITS[key] for key, value in found.items())  # NaN is not good
     figures = ", ".join(f"{key} {value:.2g}" for key, value in found.items())
-    print(f"{'ok' if good else 'WRONG':6} {name:8} {dtype:8} head_dim {head_dim:3}  {figures}")
-    return good
+    return Row(f"{name} {dtype} head_dim {head_dim}, {share} queries a head", figures, good)
 
 
 def compare_codec(batch: Batch) -> dict[str, float]:
@@ -166,93 +162,17 @@ def compare_attention(batch: Batch, kinds: NDArray[np.int8], share: int) -> dict
     }
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Median time of a call's kernels, launched as a CUDA graph."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-    graph.replay()
-    times: list[float] = []
-    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    for _ in range(REPEATS):
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1000)
-    return statistics.median(times)
+CASES: tuple[Case, ...] = (
+    Case("float32", 64, "k3v2", 1), Case("float16", 64, "k3v2", 3), Case("bfloat16", 80, "k3v2", 3),
+    Case("bfloat16", 96, "k3v2", 4), Case("bfloat16", 128, "k3v2", 4), Case("bfloat16", 256, "k3v2", 1),
+    Case("bfloat16", 64, "rotated2", 3), Case("bfloat16", 128, "rotated2", 20),
+    Case("float32", 64, "klt2", 1), Case("float16", 64, "klt2", 3), Case("bfloat16", 80, "klt2", 3),
+    Case("bfloat16", 96, "klt2", 4), Case("bfloat16", 128, "klt2", 20), Case("bfloat16", 256, "klt2", 1),
+)  # fmt: skip
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a device copy of 1 GiB."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * (1 << 30) / seconds(lambda: target.copy_(source))
-
-
-def measure(tokens: int, name: str, copy: float, device: torch.device) -> None:
-    """Encode, decode and attention of `tokens` tokens, beside a copy's bytes a second."""
-    geometry = Geometry(LAYERS, KV_HEADS, HEAD_DIM, "bfloat16")
-    pages = tokens // geometry.page_tokens
-    batch = make_batch(geometry, pages, name, device, full=True)
-    codec, pool = batch.codec, batch.pool
-    exact_bytes, packed_bytes = pages * geometry.page_bytes, pages * codec.page_bytes
-
-    def report(step: str, moved: int, took: float) -> None:
-        print(
-            f"{tokens // 1024:4}k tokens  {name:8} {step:16} {took / LAYERS * 1e6:9.1f} us a layer  "
-            f"{moved / took / 1e9:7.0f} GB/s  {moved / took / copy:5.0%} of a copy"
-        )
-
-    took = seconds(lambda: codec.encode(pool, batch.exact, batch.counts, pool, batch.packed, batch.flags))
-    report("encode", exact_bytes + packed_bytes, took)
-    took = seconds(lambda: codec.decode(pool, batch.packed, batch.counts, pool, batch.decoded))
-    report("decode", exact_bytes + packed_bytes, took)
-    query = torch.randn(1, KV_HEADS * SHARE, HEAD_DIM, device=device, dtype=torch.bfloat16)
-    mass = torch.zeros(pages, device=device)
-    kinds = {
-        "all exact": np.full(pages, Kind.EXACT, np.int8),
-        "none exact": np.full(pages, Kind.QUANTIZED, np.int8),
-        "10% exact": np.where(np.arange(pages) % 10 == 0, Kind.EXACT, Kind.QUANTIZED).astype(np.int8),
-    }
-    for share, form in kinds.items():
-        plan = plan_pages(pages_of(batch, form), KV_HEADS, device)
-        exact_share = float((form == Kind.EXACT).mean())
-        moved = int(exact_bytes * exact_share + packed_bytes * (1 - exact_share))
-        for suffix, page_mass in (("", None), (" + mass", mass)):
-            step = partial(attend_layers, query, pool, plan, codec, page_mass)
-            report(share + suffix, moved, seconds(step))
-
-
-def attend_layers(
-    query: torch.Tensor, pool: torch.Tensor, plan: DevicePages, codec: RotatedPages | KltPages,
-    mass: torch.Tensor | None,
-) -> None:  # fmt: skip
-    for layer in range(codec.geometry.num_layers):
-        decode(query, pool, plan, codec, layer, codec.geometry.head_dim**-0.5, mass)
-
-
-def main() -> int:
-    """1 if a check failed."""
-    device = torch.device("cuda")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    cases: list[tuple[DTypeName, int, str, int]] = [
-        ("float32", 64, "k3v2", 1), ("float16", 64, "k3v2", 3), ("bfloat16", 80, "k3v2", 3),
-        ("bfloat16", 96, "k3v2", 4), ("bfloat16", 128, "k3v2", 4), ("bfloat16", 256, "k3v2", 1),
-        ("bfloat16", 64, "rotated2", 3), ("bfloat16", 128, "rotated2", 20),
-        ("float32", 64, "klt2", 1), ("float16", 64, "klt2", 3), ("bfloat16", 80, "klt2", 3),
-        ("bfloat16", 96, "klt2", 4), ("bfloat16", 128, "klt2", 20), ("bfloat16", 256, "klt2", 1),
-    ]  # fmt: skip
-    good = [check(*case, device) for case in cases]
-    copy = copy_bandwidth(device)
-    print(f"device copy: {copy / 1e9:.0f} GB/s read and written")
-    for name in ("k3v2", "klt2"):
-        for tokens in LENGTHS:
-            measure(tokens, name, copy, device)
-            torch.cuda.empty_cache()
-    return 0 if all(good) else 1
+def run(machine: Machine, codecs: tuple[str, ...]) -> Iterator[Row]:
+    """Every case of these codecs."""
+    for case in machine.sizes.kernel_cases:
+        if case.codec in codecs:
+            yield check(case, machine.device)
