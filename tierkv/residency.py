@@ -162,7 +162,7 @@ class Residency:
 
     @property
     def host(self) -> PoolView:
-        return self.pool._replace(data=self._pools.host())
+        return self.pool._replace(data=self._pools.host(), tensor=None)
 
     def cold(self, stop: int) -> ColdRows:
         """Pages of tokens `[0, stop)` to be read from host memory, verified the first time."""
