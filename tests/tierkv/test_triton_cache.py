@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from tests.tierkv.tiny_models import CACHE, SHAPE, prompt
 from tests.triton_device import DEVICE  # skips the module where kernels cannot run
 from tierkv import quant
 from tierkv.attention.contract import Cold, ColdSeen, Leaving, PoolView, Sums
-from tierkv.attention.triton_attention import TritonAttention
+from tierkv.attention.triton_attention import Kept, TritonAttention
 from tierkv.attention.triton_cold import Choice, named, plan_cold
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
@@ -301,3 +302,23 @@ def test_a_step_that_reads_and_audits_cold_pages_waits_for_nothing(monkeypatch: 
     with nothing_waits(monkeypatch):
         step(both.cold)
     assert triton.leave([mass]).arrays()[0].sum() == pytest.approx(2 * 2, abs=1e-2)
+
+
+# What is kept ---------------------------------------------------------------------------------------------------------
+
+
+class _Thing:
+    """Something that was made."""
+
+
+def test_what_was_made_of_tables_goes_with_the_first_of_them() -> None:
+    kept: Kept[_Thing] = Kept()
+    table, other = np.zeros(3), np.ones(3)
+    made = kept.of(table, other, make=_Thing)
+    assert kept.of(table, other, make=_Thing) is made
+    assert kept.of(table, np.ones(3), make=_Thing) is not made
+    gone = weakref.ref(made)
+    del made
+    assert gone() is not None
+    del table
+    assert gone() is None

@@ -137,7 +137,8 @@ class CpuAttention(ArraySums):
         if masses:
             add_masses(
                 page_tops, page_totals, kept, pages.counts, pages.token_starts, pages.row_starts, log_sum_exp,
-                *(NO_MASS if sums is None else array_of(sums) for sums in (page_mass, token_mass)),
+                NO_MASS if page_mass is None else array_of(page_mass),
+                NO_MASS if token_mass is None else array_of(token_mass),
             )  # fmt: skip
         return Attended(torch.from_numpy(out), torch.from_numpy(log_sum_exp))
 

@@ -13,10 +13,11 @@ caches, of which a `TieredCache` is none.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -64,9 +65,6 @@ from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.triton_setup import next_power_of_two, require_device
 
-KEPT = 64
-"""Tables whose form on the device is kept at most: those of as many rows' prefill."""
-
 KEPT_POOLS = 4
 """Pools whose layers' forms are kept at most: HBM and host memory, before and after the codec's state moved. A form
 keeps its pool mapped.
@@ -75,26 +73,29 @@ keeps its pool mapped.
 DEVICE_BLOCK_TOKENS = 8 * BLOCK_TOKENS
 """Tokens of earlier pages that are dense at a time on a GPU."""
 
+Table = NDArray[Any]
 Made = TypeVar("Made")
 
 
 class Kept(Generic[Made]):
-    """What was made of objects, as long as they are the same ones: a step hands each layer the same tables, and nobody
-    changes them.
-    """
+    """What was made of tables, as long as the first one lives: a step hands each layer the same ones, unchanged."""
 
     def __init__(self) -> None:
-        self._made: OrderedDict[object, tuple[tuple[object, ...], Made]] = OrderedDict()
+        self._made: dict[tuple[object, ...], tuple[object, tuple[Table, ...], Made]] = {}
 
-    def of(self, *given: object, make: Callable[[], Made], key: object = None) -> Made:
+    def of(self, *tables: Table, make: Callable[[], Made], key: object = None) -> Made:
         """key: what else it was made of."""
-        name = (*map(id, given), key)
+        name = (*map(id, tables), key)
         found = self._made.get(name)
         if found is None:
-            if len(self._made) >= KEPT:
-                self._made.popitem(last=False)
-            found = self._made[name] = given, make()  # held, so that their ids stay their own
-        return found[1]
+            made = self._made
+            alive = weakref.ref(tables[0], lambda _: made.pop(name, None))
+            found = made[name] = (
+                alive,
+                tables[1:],
+                make(),
+            )  # the others are held, so that their ids stay their own
+        return found[2]
 
 
 class LayerForms:
@@ -307,18 +308,18 @@ class TritonAttention:
         return joined
 
     def _plan(self, pages: Pages, kv_heads: int, device: torch.device) -> DevicePages:
-        return self._memory.pages.of(pages, make=lambda: plan_pages(pages, kv_heads, device), key=device)
+        return self._memory.pages.of(*pages[:5], make=lambda: plan_pages(pages, kv_heads, device), key=device)
 
     def _blocks(self, pages: Pages, geometry: Geometry, device: torch.device) -> list[BlockPlan]:
         size = DEVICE_BLOCK_TOKENS if device.type == "cuda" else BLOCK_TOKENS
         return self._memory.blocks.of(
-            pages, make=lambda: plan_blocks(pages, geometry.page_tokens, size, device), key=device
+            *pages[:5], make=lambda: plan_blocks(pages, geometry.page_tokens, size, device), key=device
         )
 
     def _cold(self, cold: Cold, device: torch.device) -> DeviceCold:
         heads = cold.host.geometry.num_kv_heads
         make = partial(plan_cold, cold.pages, heads, cold.read, device)
-        return self._memory.cold.of(cold.pages, make=make, key=(device, cold.read))
+        return self._memory.cold.of(*cold.pages, make=make, key=(device, cold.read))
 
     def _forms(self, pool: PoolView, layer: int, device: torch.device) -> Forms:
         return self._memory.forms.of(pool, layer, device)
