@@ -112,7 +112,7 @@ class KltPages:
         """
         words, floats = exact.view(self.dtype), packed.view(torch.float32)
         for side in range(2):
-            encode_side[self._grid(sources)](
+            encode_side[self._grid(sources, self.geometry.num_layers)](
                 words, sources, counts, packed, floats, targets, flags, sources.numel(), self.means, self.analysis,
                 self.blocks, self.channels, self.costs, self.quantizers, SIDE=side, **self._shape(),
             )  # fmt: skip
@@ -122,19 +122,34 @@ class KltPages:
         exact: torch.Tensor, targets: torch.Tensor,
     ) -> None:  # fmt: skip
         """Unpack pages into exact layout and dtype; tokens from `counts[i]` on are zeroed. Arguments as of `encode`."""
-        words, floats = exact.view(self.dtype), packed.view(torch.float32)
+        self._decode(packed, sources, counts, exact.view(self.dtype), targets, 0, self.geometry.num_layers)
+
+    def decode_layer(
+        self, layer: int, packed: torch.Tensor, sources: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """One layer of pages into `out` `[pages, 2, kv_heads, page_tokens, head_dim]` of any float dtype, likewise."""
+        targets = torch.arange(-layer, len(out) - layer, device=out.device) * (
+            out[0].numel() * out.element_size()
+        )
+        self._decode(packed, sources, counts, out, targets, layer, 1)
+
+    def _decode(
+        self, packed: torch.Tensor, sources: torch.Tensor, counts: torch.Tensor, out: torch.Tensor,
+        targets: torch.Tensor, layer: int, span: int,
+    ) -> None:  # fmt: skip
+        floats, shape = packed.view(torch.float32), self._shape() | {"ITEM": out.element_size()}
         for side in range(2):
-            decode_side[self._grid(sources)](
-                packed, floats, sources, counts, words, targets, sources.numel(), self.means, self.synthesis,
-                self.blocks, self.channels, self.quantizers, torch.finfo(self.dtype).max, SIDE=side, **self._shape(),
+            decode_side[self._grid(sources, span)](
+                packed, floats, sources, counts, out, targets, sources.numel(), self.means, self.synthesis,
+                self.blocks, self.channels, self.quantizers, torch.finfo(self.dtype).max, layer, SIDE=side, **shape,
             )  # fmt: skip
 
     def _tile_pages(self) -> int:
         return max(1, TILE_ROWS // self.geometry.page_tokens)
 
-    def _grid(self, pages: torch.Tensor) -> tuple[int]:
+    def _grid(self, pages: torch.Tensor, layers: int) -> tuple[int]:
         tiles = -(-pages.numel() // self._tile_pages())
-        return (tiles * self.geometry.num_layers * self.geometry.num_kv_heads,)
+        return (tiles * layers * self.geometry.num_kv_heads,)
 
     def _shape(self) -> dict[str, int]:
         geometry = self.geometry

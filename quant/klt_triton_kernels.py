@@ -247,18 +247,19 @@ def encode_side(
 def decode_side(
     packed: tl.tensor, packed_floats: tl.tensor, sources: tl.tensor, counts: tl.tensor, exact: tl.tensor,
     targets: tl.tensor, pages: tl.tensor, means: tl.tensor, synthesis: tl.tensor, blocks: tl.tensor,
-    channels: tl.tensor, quantizers: tl.tensor, limit: tl.tensor, SIDE: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, DIM: tl.constexpr, ITEM: tl.constexpr, PAGES: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    channels: tl.tensor, quantizers: tl.tensor, limit: tl.tensor, layer: tl.tensor, SIDE: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, ITEM: tl.constexpr, PAGES: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Unpack one side of `[pages]` into exact layout; unwritten tokens become 0.
+    """Unpack one side of `[pages]`, in the layers from `layer` on, into exact layout; unwritten tokens become 0.
 
     limit: the largest value of the page dtype. The other arguments are as of `encode_side`.
     """
     ROWS: tl.constexpr = PAGES * TOKENS
     tiles = (pages + PAGES - 1) // PAGES
     program = tl.program_id(0)
-    first, layer, head = program % tiles * PAGES, program // tiles // HEADS, program // tiles % HEADS
+    first, head = program % tiles * PAGES, program // tiles % HEADS
+    layer += program // tiles // HEADS
     record = (layer * 2 + SIDE) * HEADS + head
     row = tl.arange(0, ROWS)
     page, token = first + row // TOKENS, row % TOKENS

@@ -106,7 +106,7 @@ class RotatedPages:
         words, floats = exact.view(self.dtype), packed.view(torch.float32)
         quarter = max(16, next_power_of_two(self.geometry.head_dim // 4))
         for side in range(2):
-            encode_side[self._grid(sources)](
+            encode_side[self._grid(sources, self.geometry.num_layers)](
                 words, sources, counts, packed, floats, targets, flags, self.means, self.forth, self.scales,
                 SIDE=side, **self._shape(), QUARTER=quarter, num_warps=self._warps(),
             )  # fmt: skip
@@ -116,12 +116,29 @@ class RotatedPages:
         exact: torch.Tensor, targets: torch.Tensor,
     ) -> None:  # fmt: skip
         """Unpack pages into exact layout and dtype; tokens from `counts[i]` on are zeroed. Arguments as of `encode`."""
-        words, floats = exact.view(self.dtype), packed.view(torch.float32)
+        self._decode(packed, sources, counts, exact.view(self.dtype), targets, 0, self.geometry.num_layers)
+
+    def decode_layer(
+        self, layer: int, packed: torch.Tensor, sources: torch.Tensor, counts: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """One layer of pages into `out` `[pages, 2, kv_heads, page_tokens, head_dim]` of any float dtype, likewise."""
+        targets = torch.arange(-layer, len(out) - layer, device=out.device) * (
+            out[0].numel() * out.element_size()
+        )
+        self._decode(packed, sources, counts, out, targets, layer, 1)
+
+    def _decode(
+        self, packed: torch.Tensor, sources: torch.Tensor, counts: torch.Tensor, out: torch.Tensor,
+        targets: torch.Tensor, layer: int, span: int,
+    ) -> None:  # fmt: skip
+        floats = packed.view(torch.float32)
         width = max(16, next_power_of_two(self.geometry.head_dim))
+        shape = self._shape() | {"ITEM": out.element_size()}
         for side in range(2):
-            decode_side[self._grid(sources)](
-                packed, floats, sources, counts, words, targets, self.means, self.back, self.scales,
-                torch.finfo(self.dtype).max, SIDE=side, **self._shape(), WIDTH=width, num_warps=self._warps(),
+            decode_side[self._grid(sources, span)](
+                packed, floats, sources, counts, out, targets, self.means, self.back, self.scales,
+                torch.finfo(self.dtype).max, layer, SIDE=side, SPAN=span, **shape, WIDTH=width,
+                num_warps=self._warps(),
             )  # fmt: skip
 
     def _group(self) -> int:
@@ -132,9 +149,9 @@ class RotatedPages:
     def _warps(self) -> int:
         return 8 if self.geometry.head_dim > 128 else 4
 
-    def _grid(self, pages: torch.Tensor) -> tuple[int]:
+    def _grid(self, pages: torch.Tensor, layers: int) -> tuple[int]:
         groups = -(-self.geometry.num_kv_heads // self._group())
-        return (pages.numel() * self.geometry.num_layers * groups,)
+        return (pages.numel() * layers * groups,)
 
     def _shape(self) -> dict[str, int]:
         geometry = self.geometry

@@ -255,18 +255,20 @@ def _unpacked(
 @kernel
 def decode_side(
     packed: tl.tensor, packed_floats: tl.tensor, sources: tl.tensor, counts: tl.tensor, exact: tl.tensor,
-    targets: tl.tensor, means: tl.tensor, back: tl.tensor, scales: tl.tensor, limit: tl.tensor,
-    SIDE: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    ITEM: tl.constexpr, KEY_BITS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    targets: tl.tensor, means: tl.tensor, back: tl.tensor, scales: tl.tensor, limit: tl.tensor, layer: tl.tensor,
+    SIDE: tl.constexpr, SPAN: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    DIM: tl.constexpr, ITEM: tl.constexpr, KEY_BITS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Unpack one side of `[pages]` into exact layout; unwritten tokens become 0.
+    """Unpack one side of SPAN layers of `[pages]`, from `layer` on, into exact layout; unwritten tokens become 0.
 
     limit: the largest value of the page dtype. WIDTH: DIM filled up to a power of two, at least 16.
     """
     GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     ROWS: tl.constexpr = GROUP * TOKENS
     program = tl.program_id(0)
-    page, layer = program // (GROUPS * LAYERS), program // GROUPS % LAYERS
+    page = program // (GROUPS * SPAN)
+    layer += program // GROUPS % SPAN
     row = tl.arange(0, ROWS)
     head, token = program % GROUPS * GROUP + row // TOKENS, row % TOKENS
     here = head < HEADS

@@ -13,6 +13,7 @@ from tierkv.protocol import Audit
 from tierkv.recall import Estimates
 from tierkv.rows import ColdRows, PageRows
 from tierkv.table import NOWHERE, Kind
+from tierkv.tally import Tally
 
 NEEDED_LIFT = 2.0
 """A page was needed when it would have had this many times the mass of as many average tokens (tau of Eq. 3)."""
@@ -50,10 +51,19 @@ class ColdSession(Protocol):
 
 
 class ColdLook:
-    """Cold pages of a step's rows; `seen` is filled by attention, layer by layer."""
+    """Cold pages of a step's rows; `seen` is filled by attention, layer by layer, and read when it has left."""
 
-    def __init__(self, rows: list[ColdRows], bases: Sequence[int], host: PoolView, looks: Looks) -> None:
+    def __init__(
+        self,
+        rows: list[ColdRows],
+        bases: Sequence[int],
+        pool: PoolView,
+        host: PoolView,
+        looks: Looks,
+        tally: Tally,
+    ) -> None:
         self._rows = rows
+        self._tally = tally
         self._digest_layers = host.digest_layers
         self._edges = np.concatenate(([0], np.cumsum([len(row.pages) for row in rows])))
         pages = ColdPages(
@@ -70,9 +80,9 @@ class ColdLook:
         )  # then nothing has to be chosen
         self.cold = Cold(pages, host, READ_ALL if few else looks.read)
         self.seen = ColdSeen(
-            np.zeros(count, np.float32),
-            np.zeros(count, np.float32) if looks.audit else None,
-            np.zeros(len(rows), np.float32) if looks.audit else None,
+            tally.zeros(pool, count),
+            tally.zeros(pool, count) if looks.audit else None,
+            tally.zeros(pool, len(rows)) if looks.audit else None,
         )
 
     def _shares(self, row: int, in_hbm: float = 0.0) -> Floats:
@@ -81,7 +91,7 @@ class ColdLook:
         Args:
             in_hbm: share of the low-bit pages that were read from host: estimates were made without them.
         """
-        part: Floats = self.seen.estimates[self._edges[row] : self._edges[row + 1]]
+        part: Floats = self._tally.read(self.seen.estimates)[self._edges[row] : self._edges[row + 1]]
         return part * np.float32((1.0 - in_hbm) / max(1, self._digest_layers))
 
     def _tokens(self, row: int) -> NDArray[np.int64]:
@@ -143,8 +153,8 @@ class ColdLook:
         if self.seen.true is None or self.seen.attended is None:
             return None
         rows = self._rows[row]
-        true = self.seen.true[self._edges[row] : self._edges[row + 1]] / layers
-        attended = float(self.seen.attended[row]) / layers
+        true = self._tally.read(self.seen.true)[self._edges[row] : self._edges[row + 1]] / layers
+        attended = float(self._tally.read(self.seen.attended)[row]) / layers
         here = page_mass * np.float32(attended)  # of everything; averages multiply only about
         low = kinds == Kind.QUANTIZED
         rivals = np.sort(np.concatenate([here[low], true]))[::-1]
@@ -159,7 +169,7 @@ class ColdLook:
 
 
 def look_at_cold(
-    sessions: Sequence[ColdSession], stops: Sequence[int], bases: Sequence[int], looks: Looks
+    sessions: Sequence[ColdSession], stops: Sequence[int], bases: Sequence[int], looks: Looks, tally: Tally
 ) -> ColdLook | None:
     """`None` where nothing is looked for or no page is cold. `stops`: tokens of each row that precede its query."""
     if not (looks.estimates or looks.read or looks.audit) or not any(s.has_cold for s in sessions):
@@ -167,13 +177,17 @@ def look_at_cold(
     rows = [session.cold(stop) for session, stop in zip(sessions, stops, strict=True)]
     if not any(len(row.pages) for row in rows):
         return None
-    return ColdLook(rows, bases, sessions[0].host, looks)
+    return ColdLook(rows, bases, sessions[0].pool, sessions[0].host, looks, tally)
 
 
-def look_at_exact(session: ColdSession, stop: int, looks: Looks) -> tuple[PageRows, ColdLook] | None:
+def look_at_exact(
+    session: ColdSession, stop: int, looks: Looks, tally: Tally
+) -> tuple[PageRows, ColdLook] | None:
     """The pages of a chunk that reads everything from where it lies exactly; `None` where it may or need not."""
     found = session.exact(stop, looks.read) if looks.exact and looks.read else None
-    return None if found is None else (found[0], ColdLook([found[1]], [0], session.host, looks))
+    if found is None:
+        return None
+    return found[0], ColdLook([found[1]], [0], session.pool, session.host, looks, tally)
 
 
 def sunk_of(mass: Floats) -> float:

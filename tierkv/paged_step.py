@@ -2,6 +2,8 @@
 
 A step is built once, after every row's `Session.begin`, and shared by all layers. `DecodeStep` serves one new token a
 row, all rows in one kernel call; `PrefillStep` serves many new tokens, row by row. Nothing here knows transformers.
+
+What attention adds up stays where it runs until `leave`; reading it before it has `arrived` waits for the device.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tierkv.recall import Estimates
 from tierkv.regions import Run
 from tierkv.rows import ColdRows, PageRows
 from tierkv.table import Kind
+from tierkv.tally import Tally
 
 OBSERVED_QUERIES = 16
 """A prefill chunk's last queries that observe (w of the design): they give a fresh prompt an order."""
@@ -114,6 +117,15 @@ class Step(Protocol):
         """query `[batch, q_heads, columns, head_dim]` -> `[batch, columns, q_heads, head_dim]`, the query's dtype."""
         ...
 
+    def leave(self) -> None:
+        """Every layer has attended: what was added up begins to leave the device. Does not wait."""
+        ...
+
+    @property
+    def arrived(self) -> bool:
+        """What was added up can be read without waiting for a device."""
+        ...
+
     def masses(self) -> list[NDArray[np.float32]]:
         """For each row of the step `[session.length]`: shares of attention averaged over heads and layers, 1 in all
         with what sinks took.
@@ -139,7 +151,7 @@ class DecodeStep:
     ) -> None:
         self._attention = attention
         self._pool = rows[0].session.pool
-        self._subset = None if len(rows) == batch else torch.tensor([new.row for new in rows])
+        self._subset = None if len(rows) == batch else Picked([new.row for new in rows])
         sessions = [new.session for new in rows]
         slots = [session.slots(session.length - 1, session.length) for session in sessions]
         tables = [session.rows(session.length) for session in sessions]
@@ -166,36 +178,46 @@ class DecodeStep:
         self._audits = looks.audit
         self._lengths = [session.length for session in sessions]
         masses = looks.masses or looks.audit
-        self._mass = np.zeros(self._pages.total_tokens, np.float32) if masses else None
-        self._cold = look_at_cold(sessions, self._lengths, self._bases, looks)
+        self._tally = Tally(attention)
+        self._mass = self._tally.zeros(self._pool, self._pages.total_tokens) if masses else None
+        self._cold = look_at_cold(sessions, self._lengths, self._bases, looks, self._tally)
         self._layers = 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         keys, values = keys[:, :, 0], values[:, :, 0]
         if self._subset is not None:
-            keys, values = keys[self._subset], values[self._subset]
+            there = self._subset.on(keys.device)
+            keys, values = keys[there], values[there]
         self._attention.write(self._pool, layer, self._offsets, self._slots, keys, values)
 
     def attend(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float,
         softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        asked = query[:, :, 0] if self._subset is None else query[self._subset, :, 0]
+        subset = None if self._subset is None else self._subset.on(query.device)
+        asked = query[:, :, 0] if subset is None else query[subset, :, 0]
         cold, seen = (None, None) if self._cold is None else (self._cold.cold, self._cold.seen)
         out = self._attention.decode(
             asked, self._pool, self._pages, layer, scale, None, self._mass, cold, seen, softcap, sinks
         ).out
         self._layers += 1
-        if self._subset is None:
+        if subset is None:
             return out.to(query.dtype).unsqueeze(1)
         full = query.new_zeros(query.shape[0], 1, *out.shape[1:])
-        full[self._subset, 0] = out.to(query.dtype)
+        full[subset, 0] = out.to(query.dtype)
         return full
+
+    def leave(self) -> None:
+        self._tally.leave()
+
+    @property
+    def arrived(self) -> bool:
+        return self._tally.leave().arrived
 
     def masses(self) -> list[NDArray[np.float32]]:
         if self._mass is None or not self._layers:
             return []
-        mass, covered = _mean(self._mass, self._layers), _covered(self._pages)
+        mass, covered = _mean(self._tally.read(self._mass), self._layers), _covered(self._pages)
         if self._cold is None:
             mass[~covered] = np.nan
             return np.split(mass, self._bases[1:])
@@ -210,7 +232,7 @@ class DecodeStep:
             return []
         if self._cold is None:
             return [WHOLE] * len(self._lengths)
-        mass, kinds = _mean(self._mass, self._layers), self._pages.kinds
+        mass, kinds = _mean(self._tally.read(self._mass), self._layers), self._pages.kinds
         sums, sunk = _sums(mass, self._pages), [sunk_of(part) for part in np.split(mass, self._bases[1:])]
         edges = itertools.pairwise(self._pages.row_starts.tolist())
         return [
@@ -231,20 +253,24 @@ class PrefillStep:
         self._attention = attention
         self._pools = [new.session.pool for new in rows]
         self._rows = rows
-        self._columns = [None if new.columns is None else torch.from_numpy(new.columns) for new in rows]
+        self._columns = [None if new.columns is None else Picked(new.columns) for new in rows]
+        self._tally = Tally(attention)
         self._slots = [new.session.slots(new.session.length - new.tokens, new.session.length) for new in rows]
         self._pages: list[Pages] = []
         self._cold: list[ColdLook | None] = []
         for new in rows:
             past = new.session.length - new.tokens
-            exact = look_at_exact(new.session, past, looks)
+            exact = look_at_exact(new.session, past, looks, self._tally)
             table: Rows = new.session.rows(past) if exact is None else exact[0]
             edges = np.array((0, len(table.offsets)), np.int64)
             self._pages.append(Pages(table.offsets, table.kinds, table.counts, table.starts, edges, past))
-            self._cold.append(look_at_cold([new.session], [past], [0], looks) if exact is None else exact[1])
+            cold = look_at_cold([new.session], [past], [0], looks, self._tally) if exact is None else exact[1]
+            self._cold.append(cold)
         self._audits = looks.audit
         masses = looks.masses or looks.audit
-        self._mass = [np.zeros(new.session.length, np.float32) for new in rows] if masses else None
+        self._mass = (
+            [self._tally.zeros(new.session.pool, new.session.length) for new in rows] if masses else None
+        )
         self._layers = 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -275,16 +301,23 @@ class PrefillStep:
             if picked is None:
                 result[row] = out
             else:
-                result[row, picked] = out
+                result[row, picked.on(out.device)] = out
         self._layers += 1
         return result
+
+    def leave(self) -> None:
+        self._tally.leave()
+
+    @property
+    def arrived(self) -> bool:
+        return self._tally.leave().arrived
 
     def masses(self) -> list[NDArray[np.float32]]:
         if self._mass is None or not self._layers:
             return []
         masses = []
         for sums, pages, look in zip(self._mass, self._pages, self._cold, strict=True):
-            mass, covered = _mean(sums, self._layers), np.ones(len(sums), np.bool_)
+            mass, covered = _mean(self._tally.read(sums), self._layers), np.ones(len(sums), np.bool_)
             covered[: pages.total_tokens] = _covered(pages)
             if look is None:
                 mass[~covered] = np.nan
@@ -294,9 +327,12 @@ class PrefillStep:
     def estimates(self) -> list[Estimates]:
         found = []
         for index, look in enumerate(self._cold):
-            mass = None if self._mass is None or not self._layers else _mean(self._mass[index], self._layers)
-            low = 0.0 if look is None or mass is None else look.in_hbm(0, mass)
-            found.append(NO_ESTIMATES if look is None else look.estimates(low)[0])
+            if look is None:
+                found.append(NO_ESTIMATES)
+                continue
+            known = self._mass is not None and self._layers > 0
+            mass = _mean(self._tally.read(self._mass[index]), self._layers) if known and self._mass else None
+            found.append(look.estimates(0.0 if mass is None else look.in_hbm(0, mass))[0])
         return found
 
     def audits(self) -> list[Audit | None]:
@@ -307,16 +343,28 @@ class PrefillStep:
             if look is None:
                 found.append(WHOLE)
                 continue
-            mean = _mean(mass, self._layers)
+            mean = _mean(self._tally.read(mass), self._layers)
             sums = np.append(_sums(mean, pages), mean[pages.total_tokens :].sum())
             kinds = np.append(pages.kinds, np.int8(Kind.EXACT))  # the chunk's own tokens, as one more page
             found.append(look.audit(0, new.session.length, sums, kinds, self._layers, sunk_of(mean)))
         return found
 
 
-def _pick(heads: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+class Picked:
+    """Some rows or columns of a batch, on whichever device they are first asked for: copied once a step."""
+
+    def __init__(self, places: Sequence[int] | NDArray[np.int64]) -> None:
+        self._places = torch.from_numpy(np.asarray(places, np.int64))
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        if self._places.device != device:
+            self._places = self._places.to(device, non_blocking=True)
+        return self._places
+
+
+def _pick(heads: torch.Tensor, columns: Picked | None) -> torch.Tensor:
     """`[heads, columns, head_dim]`, only the given columns."""
-    return heads if columns is None else heads.index_select(1, columns)
+    return heads if columns is None else heads.index_select(1, columns.on(heads.device))
 
 
 def _mean(mass: NDArray[np.float32], layers: int) -> NDArray[np.float32]:

@@ -11,6 +11,7 @@ never written. While drafts are verified (`activate_past_recording`) tokens stay
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,14 +42,27 @@ REPLAY_REST = 8
 """Decode steps after pages were asked for in which no step is replayed: what did not come then will not come now."""
 
 
-class _Finished(NamedTuple):
-    """What a forward leaves to commit, a row."""
+class _Row(NamedTuple):
+    """What a forward leaves to commit of a row."""
 
     session: PagedSession
     token_ids: NDArray[np.int32] | None
-    mass: NDArray[np.float32] | None
-    audit: Audit | None
     steps: int
+    observed: bool
+
+
+class _Finished(NamedTuple):
+    """A forward to be committed, and its step if it observed."""
+
+    rows: list[_Row]
+    step: Step | None
+
+
+class _Observation(NamedTuple):
+    """What a committed forward saw and did not tell yet, by row of the forward: the session, and its tokens then."""
+
+    step: Step
+    rows: list[tuple[int, PagedSession, int]]
 
 
 class TieredCache(Cache):  # type: ignore[misc]
@@ -58,7 +72,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         sessions: one a row. A batch (or beams) that is a multiple of them forks each one; the cache owns the forks
             and closes rows that beam search drops, so read `cache.sessions` afterwards. Sessions that already hold
             tokens are continued.
-        attention: an implementation of `tierkv.attention`, or its name.
+        attention: an implementation of `tierkv.attention`, or its name; by default the one for where the pool lies.
         chunk_tokens: new tokens a forward takes at most; default 1,024, less when HBM pool or budget are small.
         recall: how pages that left HBM are attended all the same (`tierkv.recall`): a mode, or all its options.
         markers: by which tokens that no label names are given regions (`tierkv.markers`).
@@ -66,6 +80,7 @@ class TieredCache(Cache):  # type: ignore[misc]
     Raises:
         GeometryMismatch: the sessions' pages differ in shape.
         ValueError: there is no session, or they are of several clients.
+        ConfigError: the attention cannot serve the pool.
     """
 
     layers: list[Any]
@@ -74,7 +89,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self,
         sessions: PagedSession | Sequence[PagedSession],
         *,
-        attention: PagedAttention | str = "cpu",
+        attention: PagedAttention | str | None = None,
         chunk_tokens: int | None = None,
         recall: RecallMode | RecallOptions = "direct",
         markers: Markers | None = None,
@@ -93,11 +108,14 @@ class TieredCache(Cache):  # type: ignore[misc]
                     f"the session's last {session.length - session.horizon} tokens are tentative: commit them or roll "
                     "them back; another TieredCache may still verify drafts in it (its crop(0) accepts them)"
                 )
-            if session.pool.data.ctypes.data != self.sessions[0].pool.data.ctypes.data:
+            if session.pool.address != self.sessions[0].pool.address:
                 raise ValueError(
                     "rows of one cache must be sessions of one client: a kernel call reads one pool"
                 )
+        if attention is None:
+            attention = "cpu" if self.sessions[0].pool.tensor is None else "triton"
         self.attention = tierkv.attention.get(attention) if isinstance(attention, str) else attention
+        self.attention.check(self.sessions[0].pool)
         self.padded_length = max(session.length for session in self.sessions)
         self._pads = [list(range(self.padded_length - session.length)) for session in self.sessions]
         self._readers = [markers.reader(session.length) for session in self.sessions] if markers else []
@@ -106,8 +124,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self.audits: list[Audit] = []
         """What the audits of this cache found, in order: one for each row and audit."""
         self._observations = 0
-        self._estimates: list[Estimates] = []
-        self._estimated: list[NewTokens] = []
+        self._looked: tuple[Step, list[NewTokens]] | None = None  # whose estimates pages are asked for by
         self._asked_at = -1  # padded length at which pages were last asked for
         self._bound: object | None = None
         self._step: Step | None = None
@@ -118,6 +135,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._ids: NDArray[np.int32] | None = None
         self._holding = False
         self._held: list[_Finished] = []
+        self._untold: deque[_Observation] = deque()
         self._undo: list[tuple[Any, dict[str, Any]]] = []
         super().__init__(layers=[TieredLayer(self, index) for index in range(geometry.num_layers)])
 
@@ -150,6 +168,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             if session.length > max(length, session.horizon):
                 session.rollback(max(length, session.horizon))
             if session.horizon > length:
+                self._untold.clear()  # other tokens will take the place of what was seen
                 session.crop(length)
         self._pads, self.padded_length = kept, padded_length  # only now: a crop that fails can be tried again
         self._cut_readers()
@@ -200,7 +219,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         if self._chunk_tokens is not None:
             return self._chunk_tokens
         session = self.sessions[0]
-        room = min(session.hbm_budget * rows or session.pool.data.size, session.pool.data.size)
+        room = min(session.hbm_budget * rows or session.pool.nbytes, session.pool.nbytes)
         share = room // (CHUNK_POOL_SHARE * session.geometry.token_bytes * rows)
         return max(session.geometry.page_tokens, min(CHUNK_TOKENS, share))
 
@@ -216,8 +235,8 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def misses_much(self) -> bool:
         """The running forward expects more of cold pages than `recall.missing`, and none were asked for just before."""
-        self._keep_estimates(self.running_step)
-        best = (sum(found.best(self.recall.pages)[1]) for found in self._estimates)
+        self._looked = self.running_step, self._rows
+        best = (sum(found.best(self.recall.pages)[1]) for _, found in self._estimates())
         rested = self.padded_length - self._asked_at >= REPLAY_REST
         return rested and max(best, default=0.0) >= self.recall.missing
 
@@ -226,7 +245,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         if not self.recall.pages:
             return
         self._asked_at = self.padded_length
-        for new, found in zip(self._estimated, self._estimates, strict=True):
+        for new, found in self._estimates():
             pages, masses = found.best(self.recall.pages)
             if pages:
                 new.session.recall(pages, masses, self.recall.seconds, wait)
@@ -339,15 +358,14 @@ class TieredCache(Cache):  # type: ignore[misc]
         """The forward succeeded: commit (or hold) its tokens, send what it observed, open the step boundary."""
         step, rows, self._step, self._undo = self.running_step, self._rows, None, []
         decoded = self._columns == 1 or (self._holding and self.padded_length > 0)
-        masses: list[NDArray[np.float32]] = step.masses() if any(self._observed) else []
-        audits = step.audits()
-        self.audits += [audit for audit in audits if audit is not None]
-        self._keep_estimates(step)
+        self._looked = step, rows
+        finished = []
         for index, new in enumerate(rows):
             ids = None if self._ids is None else _row_ids(self._ids, new.row, new.columns)
-            mass = masses[index] if masses and self._observed[index] else None
-            audit = audits[index] if audits else None
-            self._held.append(_Finished(new.session, ids, mass, audit, int(decoded)))
+            finished.append(_Row(new.session, ids, int(decoded), self._observed[index]))
+        if any(self._observed):
+            step.leave()
+        self._held.append(_Finished(finished, step if any(self._observed) else None))
         if self._real is not None:
             for pads, real in zip(self._pads, self._real, strict=True):
                 pads.extend((np.flatnonzero(~real) + self.padded_length).tolist())
@@ -361,7 +379,7 @@ class TieredCache(Cache):  # type: ignore[misc]
     def abandon_forward(self) -> None:
         """The forward failed: its tokens are gone, the sessions stand at their horizon."""
         if self._step is not None:
-            self._keep_estimates(self._step)
+            self._looked = self._step, self._rows
         rows, self._rows, self._step, self._ids = self._rows, [], None, None
         for new in rows:
             if new.session.length > new.session.horizon:
@@ -408,19 +426,39 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._observations += 1
         return self._observations % self.recall.audit_every == 0
 
-    def _keep_estimates(self, step: Step) -> None:
-        self._estimates = step.estimates()
-        self._estimated = self._rows if self._estimates else []
+    def _estimates(self) -> list[tuple[NewTokens, Estimates]]:
+        """What the last forward expects of its rows' cold pages. On a device, waits for it."""
+        if self._looked is None:
+            return []
+        step, rows = self._looked
+        return list(zip(rows, step.estimates(), strict=False))  # none, where no page is cold
 
     def _settle(self) -> None:
-        """Commit what is held; `crop` may have shortened it."""
+        """Commit what is held, which `crop` may have shortened, and tell what was seen."""
         held, self._held = self._held, []
-        for session, ids, mass, audit, steps in held:
-            fresh = session.length - session.horizon
-            if fresh > 0:
-                session.commit(None if ids is None else ids[:fresh], steps=steps)
-                if mass is not None:
-                    session.observe(mass[: session.length], audit)
+        for rows, step in held:
+            seen = []
+            for index, (session, ids, steps, observed) in enumerate(rows):
+                fresh = session.length - session.horizon
+                if fresh > 0:
+                    session.commit(None if ids is None else ids[:fresh], steps=steps)
+                    if observed:
+                        seen.append((index, session, session.length))
+            if step is not None and seen:
+                self._untold.append(_Observation(step, seen))
+        if held:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Send observations that have arrived: those of attention on a device mostly a step after they were made."""
+        while self._untold and self._untold[0].step.arrived:
+            step, rows = self._untold.popleft()
+            masses, audits = step.masses(), step.audits()
+            self.audits += [audit for audit in audits if audit is not None]
+            for index, session, tokens in rows:
+                if masses and any(session is own for own in self.sessions):
+                    mass = _fitted(masses[index][:tokens], session.length)
+                    session.observe(mass, audits[index] if audits else None)
 
     def _check_batch(self, batch: int) -> None:
         rows = len(self.sessions)
@@ -476,6 +514,15 @@ class TieredCache(Cache):  # type: ignore[misc]
         for row, session in enumerate(old):
             if row not in keeper:
                 session.close()
+
+
+def _fitted(mass: NDArray[np.float32], length: int) -> NDArray[np.float32]:
+    """`mass` of the first tokens of `length`: of the others nothing is known."""
+    if len(mass) == length:
+        return mass
+    fitted = np.full(length, np.nan, np.float32)
+    fitted[: len(mass)] = mass[:length]
+    return fitted
 
 
 def _row_ids(ids: NDArray[np.int32], row: int, columns: NDArray[np.int64] | None) -> NDArray[np.int32]:

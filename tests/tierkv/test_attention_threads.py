@@ -125,5 +125,5 @@ def test_the_exponential_of_weights_is_accurate_and_ends_in_zero() -> None:
 
 
 def test_an_unknown_implementation_is_named() -> None:
-    with pytest.raises(ConfigError, match="'cuda9' is not one of reference, cpu"):
+    with pytest.raises(ConfigError, match="'cuda9' is not one of reference, cpu, triton"):
         attention.get("cuda9")

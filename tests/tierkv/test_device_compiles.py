@@ -15,8 +15,10 @@ PROGRAM = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 import triton.language as tl
-from tierkv.attention import triton_kernels as attention
+from tierkv.attention import triton_kernels as attention, triton_pages as tokens
+from tierkv.attention.triton_estimates import estimate_pages
 from tierkv.attention.triton_klt import attend_klt
+from tierkv.attention.triton_masses import add_masses
 from tierkv.quant import klt_triton_kernels as klt, rotated_triton_kernels as pages
 from tierkv.triton_setup import least_columns
 
@@ -24,12 +26,12 @@ BYTES, LONGS, INTS, FLOATS = "*u8", "*i64", "*i32", "*fp32"
 TYPES = dict(
     exact="*bf16", query="*bf16", pool="*bf16", packed=BYTES, sources=LONGS, targets=LONGS, offsets=LONGS,
     counts=INTS, flags=INTS, items=INTS, spans=INTS, blocks=INTS, channels=INTS, limit="fp32", scale="fp32",
-    layer="i32", pages="i32",
+    layer="i32", pages="i32", rows=LONGS, order=LONGS, token_starts=LONGS, digests=LONGS, slots=INTS, start="i32",
 )
 
-def check(kernel, warps, **constants):
+def check(kernel, warps, types=None, **constants):
     names = kernel.arg_names
-    types = {n: "constexpr" if n in constants else TYPES.get(n, FLOATS) for n in names}
+    types = {n: "constexpr" if n in constants else (types or {}).get(n, TYPES.get(n, FLOATS)) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
     source = ASTSource(kernel, types, {(names.index(n),): value for n, value in constants.items()}, aligned)
     compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
@@ -41,22 +43,41 @@ page = dict(LAYERS=32, HEADS=8, TOKENS=16, DIM=DIM)
 for side in (0, 1):
     tile = dict(page, SIDE=side, KEY_BITS=3, ITEM=2, GROUP=4, CHUNK=32)
     check(pages.encode_side, 4, **tile, QUARTER=DIM // 4)
-    check(pages.decode_side, 4, **tile, WIDTH=DIM)
+    for span in (1, 32):
+        check(pages.decode_side, 4, **tile, WIDTH=DIM, SPAN=span)
 tile = dict(HEADS=8, SHARE=4, TOKENS=16, DIM=DIM, PAGES=4)
-check(attention.attend_exact, 4, **tile, ROWS=16, MASS=True, OPERAND=tl.bfloat16, ITEM=2, WIDTH=DIM)
-for key_bits in (2, 3):
-    form = dict(tile, ROWS=least_columns(), MASS=False, LAYERS=32, QUARTER=DIM // 4, KEY_BITS=key_bits)
-    check(attention.attend_packed, 2, **form)
+tile["CAP"] = 0.0
+for mass, by_head in ((0, False), (1, False), (2, True)):
+    exact = dict(tile, ROWS=16, ITEM=2, WIDTH=DIM, LAYERS=32, MASS=mass, BY_HEAD=by_head)
+    check(attention.attend_exact, 4, **exact, OPERAND=tl.bfloat16, BITS=0)
+    for bits in (4, 8):
+        check(attention.attend_exact, 4, {"pool": BYTES}, **exact, OPERAND=tl.float32, BITS=bits)
+for key_bits, mass, by_head in ((2, 0, False), (3, 0, False), (3, 2, True)):
+    form = dict(tile, ROWS=least_columns(), LAYERS=32, QUARTER=DIM // 4, KEY_BITS=key_bits)
+    check(attention.attend_packed, 2, **form, MASS=mass, BY_HEAD=by_head)
 for side in (0, 1):
     tile = dict(HEADS=8, TOKENS=16, DIM=DIM, SIDE=side, ITEM=2, PAGES=4, WIDTH=DIM, CHUNK=32)
     check(klt.encode_side, 8, **tile)
     check(klt.decode_side, 8, **tile)
-tile = dict(HEADS=8, SHARE=4, TOKENS=16, DIM=DIM, PAGES=4)
-check(attend_klt, 2, **tile, ROWS=least_columns(), MASS=True, QUARTER=DIM // 4)
+tile = dict(HEADS=8, SHARE=4, TOKENS=16, DIM=DIM, PAGES=4, CAP=30.0)
+for mass, by_head in ((1, False), (2, True)):
+    check(attend_klt, 2, **tile, ROWS=least_columns(), MASS=mass, BY_HEAD=by_head, QUARTER=DIM // 4)
 for matrix in (0, DIM * DIM):
     tile = dict(HEADS=8, SHARE=4, DIM=DIM, MATRIX=matrix, WIDTH=DIM, SLICE=32)
     check(attention.prepare_queries, 4, **tile)
-    check(attention.merge_items, 4, **tile, BLOCK=16)
+    check(attention.merge_items, 4, **tile, BLOCK=16, SINKS=matrix > 0, CODED=matrix == 0)
+head = dict(HEADS=8, TOKENS=16, DIM=DIM, WIDTH=DIM, ITEM=2)
+for pool in ("*bf16", "*fp16", "*fp32"):
+    given = dict(pool=pool, keys="*fp32", values="*bf16") | {n: "i32" for n in tokens.write_tokens.arg_names[6:12]}
+    assert set(given) >= {"key_token", "value_channel"}
+    check(tokens.write_tokens, 1, given, **head)
+for bits, pool in ((0, "*bf16"), (4, BYTES), (8, BYTES)):
+    check(tokens.read_pages, 4, dict(pool=pool, out="*bf16"), **head, LAYERS=32, BITS=bits)
+for of_pages, of_tokens in ((True, True), (False, True)):
+    check(add_masses, 4, QUERY_HEADS=32, TOKENS=16, BLOCK=16, OF_PAGES=of_pages, OF_TOKENS=of_tokens)
+for cap in (0.0, 30.0):
+    given = dict(query=FLOATS, pool=BYTES)
+    check(estimate_pages, 4, given, HEADS=8, COLUMNS=16, DIM=DIM, WIDTH=DIM, BLOCK=16, CAP=cap)
 print("compiled")
 """
 

@@ -179,7 +179,7 @@ def test_a_plan_has_each_page_once_exact_ones_first_and_no_more_programs_than_ar
     rng = np.random.default_rng(0)
     lengths = np.array([0, 5000, 3, 40_000])
     total = int(lengths.sum())
-    kinds = np.where(rng.random(total) < 0.7, Kind.QUANTIZED, Kind.EXACT).astype(np.int8)
+    kinds = rng.choice([Kind.QUANTIZED, Kind.EXACT, Kind.MIDDLE], total, p=[0.6, 0.3, 0.1]).astype(np.int8)
     row_starts = np.cumsum([0, *lengths])
     offsets = rng.permutation(total).astype(np.int64) * 64
     counts = np.full(total, 16, np.int32)
@@ -189,24 +189,38 @@ def test_a_plan_has_each_page_once_exact_ones_first_and_no_more_programs_than_ar
     np.testing.assert_array_equal(np.sort(order), np.arange(total))
     np.testing.assert_array_equal(plan.offsets.numpy(), offsets[order])
     seen = np.zeros(total, int)
-    for items, kind in ((plan.exact_items, Kind.EXACT), (plan.packed_items, Kind.QUANTIZED)):
+    forms = (
+        (plan.exact_items, Kind.EXACT),
+        (plan.middle_items, Kind.MIDDLE),
+        (plan.packed_items, Kind.QUANTIZED),
+    )
+    for items, kind in forms:
         for number, row, first, last in items.tolist():
             assert (kinds[order[first:last]] == kind).all()
             assert ((row_starts[row] <= order[first:last]) & (order[first:last] < row_starts[row + 1])).all()
             begin, middle, end = plan.spans[row].tolist()
-            assert (begin <= number < middle) if kind == Kind.EXACT else (middle <= number < end)
+            assert (middle <= number < end) if kind == Kind.QUANTIZED else (begin <= number < middle)
             seen[first:last] += 1
     assert (seen == 1).all()
-    items_count = len(plan.exact_items) + len(plan.packed_items)
+    items_count = sum(len(items) for items, _ in forms)
     assert (
-        PROGRAMS // 2 < items_count * 8 < PROGRAMS + 8 * 2 * len(lengths)
+        PROGRAMS // 2 < items_count * 8 < PROGRAMS + 8 * 3 * len(lengths)
     )  # a remainder for each row and form
 
 
-def test_a_page_of_a_middle_form_is_refused() -> None:
-    pages = make_case(4, row_pages=(3,)).pages
-    with pytest.raises(ConfigError, match="middle form"):
-        plan_pages(pages._replace(kinds=np.full(3, Kind.MIDDLE, np.int8)), 1, "cpu")
+def test_a_page_of_a_form_without_a_kernel_is_refused() -> None:
+    case = make_case(4, kv_heads=1, row_pages=(3,))
+    plan = plan_pages(case.pages._replace(kinds=np.full(3, Kind.MIDDLE, np.int8)), 1, DEVICE)
+    codec = RotatedPages(case.view.geometry, case.view.codec_state, DEVICE)
+    with pytest.raises(ConfigError, match="MIDDLE"):
+        decode(
+            torch.zeros(1, 1, 64, device=DEVICE),
+            torch.from_numpy(case.view.data).to(DEVICE),
+            plan,
+            codec,
+            0,
+            1.0,
+        )
 
 
 def test_a_query_that_does_not_fit_is_a_config_error() -> None:

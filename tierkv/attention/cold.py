@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from tierkv.attention.cold_kernels import add_read_mass, audit_pages, read_in_place
 from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, Pages, PoolView, Scale
 from tierkv.attention.estimate_kernels import estimate
-from tierkv.attention.layer_view import LayerView, LayerViews
+from tierkv.attention.layer_view import LayerView, LayerViews, unmarked
 from tierkv.attention.online_softmax import Floats
+from tierkv.attention.sums import array_of
 from tierkv.numba_setup import thread_count
 from tierkv.prefetch.digests import digest_shape
 
@@ -57,29 +58,8 @@ class ColdScratch:
     def host(self, pool: PoolView, layer: int) -> LayerView:
         """A layer of the host pool, to be read."""
         if self._pools is None or self._pools[0] is not pool:
-            self._pools = pool, kernel_view(pool)
+            self._pools = pool, pool._replace(data=unmarked(pool.data))
         return self._views.of(self._pools[1], layer)
-
-
-def kernel_view(pool: PoolView) -> PoolView:
-    """The pool as kernels are compiled for it: over the same bytes, and not marked read-only.
-
-    A worker maps the host pool read-only, and for such arrays everything would be compiled once more. The kernels that
-    get this do not write to it, and the mapping itself stays protected.
-    """
-    data = np.asarray(pool.data)
-    if data.flags.writeable:
-        return pool
-    return pool._replace(data=np.asarray(_Unmarked(data)))
-
-
-class _Unmarked:
-    """A uint8 array's memory, without its read-only mark."""
-
-    def __init__(self, data: NDArray[np.uint8]) -> None:
-        interface = data.__array_interface__
-        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
-        self._keep = data
 
 
 def gather(pages: ColdPages, which: NDArray[np.int64]) -> Pages:
@@ -121,7 +101,7 @@ def look(
         scratch.floats("decoded", thread_count(), 2, dim),
         scratch.floats("estimates", columns, count), scratch.floats("shares", columns, count),
         scratch.floats("wanted", geometry.num_kv_heads, count),
-        NOTHING if seen is None else seen.estimates, chosen, starts,
+        NOTHING if seen is None else array_of(seen.estimates), chosen, starts,
     )  # fmt: skip
     return Choice(chosen[: starts[-1]], starts)
 
@@ -175,7 +155,7 @@ def audit(
         cold.pages.offsets, cold.pages.kinds, cold.pages.counts, cold.pages.row_starts,
         page_rows, low_query, low_bias,
         scratch.floats("page_logs", len(cold.pages.offsets), query.shape[1]), hbm_log, attended_log,
-        NOTHING if seen.true is None else seen.true, NOTHING if seen.attended is None else seen.attended,
+        *(NOTHING if sums is None else array_of(sums) for sums in (seen.true, seen.attended)),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ mass. What the masses lack to 1 is what the sinks took.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -50,15 +51,39 @@ class Pages(NamedTuple):
 
 
 class PoolView(NamedTuple):
-    """A mapped HBM pool as attention reads it."""
+    """A mapped pool as attention reads it: of HBM or, for cold pages, of host memory."""
 
-    data: NDArray[np.uint8]  # the whole pool
+    data: NDArray[np.uint8]  # the whole pool; empty where it is `tensor`
     geometry: Geometry
     codec: Codec
     codec_state: NDArray[np.float32]  # the codec's per-model state (empty until it exists)
     digest_layers: int = 0  # the last so many layers have digests in this pool; 0: none
     middle: Codec | None = None  # form of MIDDLE pages, `in_model_space`; `None` where there are none
     tensor: torch.Tensor | None = None  # the pool as bytes on a device; None: it is `data`
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.size if self.tensor is None else self.tensor.numel()
+
+    @property
+    def address(self) -> int:
+        """Where it begins: views of one pool have the same."""
+        return self.data.ctypes.data if self.tensor is None else self.tensor.data_ptr()
+
+
+Sums = NDArray[np.float32] | torch.Tensor
+"""What attention adds shares to, float32: an array, or for attention on a device a tensor there."""
+
+
+class Leaving(Protocol):
+    """Sums on their way from where they were added up to where they are read."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `arrays` would not wait."""
+        ...
+
+    def arrays(self) -> list[NDArray[np.float32]]: ...
 
 
 class ColdPages(NamedTuple):
@@ -88,14 +113,14 @@ class Cold(NamedTuple):
 
 
 class ColdSeen(NamedTuple):
-    """Arrays to which a call adds what it saw of the cold pages; averages over query heads.
+    """Sums to which a call adds what it saw of the cold pages; averages over query heads.
 
     `true` and `attended` make the call an audit: it computes the logits of every cold page from host memory.
     """
 
-    estimates: NDArray[np.float32]  # [cold pages] estimated share; only layers with digests add to it
-    true: NDArray[np.float32] | None = None  # [cold pages] share of attention over HBM and ALL cold pages
-    attended: NDArray[np.float32] | None = None  # [rows] of that, what was attended: in HBM or read in place
+    estimates: Sums  # [cold pages] estimated share; only layers with digests add to it
+    true: Sums | None = None  # [cold pages] share of attention over HBM and ALL cold pages
+    attended: Sums | None = None  # [rows] of that, what was attended: in HBM or read in place
 
 
 CHOOSING_QUERIES = 4
@@ -118,9 +143,24 @@ class Attended(NamedTuple):
 
 
 class PagedAttention(Protocol):
-    """An implementation: `reference` (torch, readable) or `cpu` (numba, parallel, nogil)."""
+    """An implementation: `reference` (torch, readable), `cpu` (numba, parallel, nogil) or `triton` (on a device).
+
+    Sums that a call adds to are the implementation's own, of `zeros`.
+    """
 
     name: str
+
+    def check(self, pool: PoolView) -> None:
+        """Raises ConfigError where this implementation cannot attend pages of the pool: before the first step."""
+        ...
+
+    def zeros(self, pool: PoolView, count: int) -> Sums:
+        """Sums of `count` numbers over pages of the pool."""
+        ...
+
+    def leave(self, sums: Sequence[Sums]) -> Leaving:
+        """Send sums to where they are read, when nothing more is added to them. Does not wait."""
+        ...
 
     def write(
         self, pool: PoolView, layer: int, offsets: NDArray[np.int64], slots: NDArray[np.int32],
@@ -134,7 +174,7 @@ class PagedAttention(Protocol):
 
     def decode(
         self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
-        page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
+        page_mass: Sums | None = None, token_mass: Sums | None = None,
         cold: Cold | None = None, seen: ColdSeen | None = None,
         softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
@@ -158,7 +198,7 @@ class PagedAttention(Protocol):
 
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
-        layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
+        layer: int, scale: float, token_mass: Sums | None = None, window: int = 0,
         cold: Cold | None = None, seen: ColdSeen | None = None,
         softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.attention.cold import Arrays, ColdScratch, audit, gather, look, read, wants_audit
-from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdSeen, Pages, PoolView, Scale
+from tierkv.attention.contract import CHOOSING_QUERIES, Attended, Cold, ColdSeen, Pages, PoolView, Scale, Sums
 from tierkv.attention.decode_kernels import PAGES_AT_ONCE
 from tierkv.attention.decode_kernels import decode as decode_kernel
 from tierkv.attention.layer_view import LayerView, LayerViews
@@ -18,6 +18,7 @@ from tierkv.attention.mass_kernels import add_masses
 from tierkv.attention.online_softmax import Floats
 from tierkv.attention.page_kernels import read_block, store_narrowed, store_words
 from tierkv.attention.prefill import BLOCK_TOKENS, Block, Blocks, attend
+from tierkv.attention.sums import ArraySums, array_of
 from tierkv.geometry import Geometry
 from tierkv.numba_setup import ensure_threading_layer, thread_count
 
@@ -78,7 +79,7 @@ class Memory(threading.local):
         return self._scratch
 
 
-class CpuAttention:
+class CpuAttention(ArraySums):
     """`PagedAttention` on all cores of this process. One instance may be used by several threads."""
 
     name = "cpu"
@@ -108,7 +109,7 @@ class CpuAttention:
 
     def decode(
         self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
-        page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
+        page_mass: Sums | None = None, token_mass: Sums | None = None,
         cold: Cold | None = None, seen: ColdSeen | None = None,
         softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
@@ -131,31 +132,32 @@ class CpuAttention:
         )  # fmt: skip
         if cold is not None:
             self._attend_cold(
-                asked, pool, layer, to_logits, scratch.arrays, token_mass, cold, seen, out, log_sum_exp
-            )
+                asked, pool, layer, to_logits, scratch.arrays, None if token_mass is None else array_of(token_mass),
+                cold, seen, out, log_sum_exp,
+            )  # fmt: skip
         if masses:
             add_masses(
                 page_tops, page_totals, kept, pages.counts, pages.token_starts, pages.row_starts, log_sum_exp,
-                NO_MASS if page_mass is None else page_mass, NO_MASS if token_mass is None else token_mass,
+                NO_MASS if page_mass is None else array_of(page_mass),
+                NO_MASS if token_mass is None else array_of(token_mass),
             )  # fmt: skip
         return Attended(torch.from_numpy(out), torch.from_numpy(log_sum_exp))
 
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
-        layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
+        layer: int, scale: float, token_mass: Sums | None = None, window: int = 0,
         cold: Cold | None = None, seen: ColdSeen | None = None,
         softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
         to_logits = Scale(scale, softcap)
         in_kernels = _float32(to_logits)
+        mass = None if token_mass is None else torch.from_numpy(array_of(token_mass))
 
         def earlier() -> Iterator[Block]:
             return _blocks(self._memory.views.of(pool, layer), pool.geometry, pages)
 
         if cold is None:
-            return attend(
-                query, keys, values, to_logits, sinks, earlier, pages.total_tokens, token_mass, window
-            )
+            return attend(query, keys, values, to_logits, sinks, earlier, pages.total_tokens, mass, window)
         memory = self._memory
         q_heads, chunk, head_dim = query.shape
         heads = pool.geometry.num_kv_heads
@@ -171,9 +173,7 @@ class CpuAttention:
             union = gather(cold.pages, np.unique(choice.pages))
             return lambda: _blocks(memory.cold.host(cold.host, layer), pool.geometry, union)
 
-        got = attend(
-            query, keys, values, to_logits, sinks, earlier, pages.total_tokens, token_mass, window, named
-        )
+        got = attend(query, keys, values, to_logits, sinks, earlier, pages.total_tokens, mass, window, named)
         if wants_audit(seen):
             arrays = memory.scratch(1, q_heads, heads, head_dim, pool.geometry.page_tokens).arrays
             audit(
@@ -209,7 +209,7 @@ def _blocks(view: LayerView, geometry: Geometry, pages: Pages) -> Iterator[Block
             pages.offsets[part], pages.kinds[part], counts, places, thread_count(), keys, values,
         )  # fmt: skip
         tokens = np.repeat(pages.token_starts[part] - places, counts) + np.arange(total, dtype=np.int64)
-        yield Block(torch.from_numpy(keys), torch.from_numpy(values), tokens)
+        yield Block(torch.from_numpy(keys), torch.from_numpy(values), torch.from_numpy(tokens))
 
 
 def _float32(scale: Scale) -> Scale:

@@ -74,3 +74,22 @@ class LayerViews:
         if view is None:
             view = self._views[layer] = layer_view(pool, layer)
         return view
+
+
+def unmarked(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The same bytes, not marked read-only.
+
+    A worker maps the host pool read-only. For such arrays numba would compile everything once more, and torch warns.
+    The kernels that get this do not write to it, and the mapping itself stays protected.
+    """
+    data = np.asarray(data)
+    return data if data.flags.writeable else np.asarray(_Unmarked(data))
+
+
+class _Unmarked:
+    """A uint8 array's memory, without its read-only mark."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        interface = data.__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
+        self._keep = data

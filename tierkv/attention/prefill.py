@@ -1,9 +1,11 @@
-"""Prefill over pages, whatever reads them: online softmax over bounded blocks of dense float32 keys and values.
+"""Prefill over pages, whatever reads them and wherever they lie: online softmax over bounded blocks of dense keys and
+values.
 
-Each block is attended by torch's flash kernel for CPUs, which also returns the log-sum-exp by which blocks are merged
-(the public `scaled_dot_product_attention` does not). The query heads of one KV head are the kernel's heads and KV heads
-its batch, so that grouped queries read the same keys through a stride of zero. Capped logits, which that kernel does
-not know, are written out.
+Each block is attended by torch's flash kernel, which also returns the log-sum-exp by which blocks are merged (the
+public `scaled_dot_product_attention` does not): the CPU's for float32, CUDA's for the half types. The query heads of
+one KV head are the kernel's heads and KV heads its batch, so that grouped queries read the same keys through a stride
+of zero.
+What no flash kernel takes (capped logits; on CUDA float32 or heads of more than FLASH_DIM) is written out.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tierkv.attention.contract import Attended, Scale
 
@@ -24,12 +24,16 @@ QUERIES = 256
 """Queries whose capped logits are in memory at a time: 9 MiB of them for 9 heads and a block of tokens."""
 
 
+FLASH_DIM = 256
+"""Values of a head that CUDA's flash kernel takes at most, in eights."""
+
+
 class Block(NamedTuple):
     """Some earlier tokens, in order."""
 
-    keys: torch.Tensor  # [kv_heads, tokens, head_dim] float32
-    values: torch.Tensor  # [kv_heads, tokens, head_dim] float32
-    tokens: NDArray[np.int64]  # [tokens] where each lies in the mass array
+    keys: torch.Tensor  # [kv_heads, tokens, head_dim] in the dtype that is computed in
+    values: torch.Tensor  # [kv_heads, tokens, head_dim]
+    tokens: torch.Tensor  # [tokens] int64, where each lies in the mass array
 
 
 Blocks = Callable[[], Iterable[Block]]
@@ -39,19 +43,23 @@ Blocks = Callable[[], Iterable[Block]]
 def flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: Scale, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`query` `[kv_heads, group, chunk, head_dim]` -> out of that shape and log-sum-exp `[kv_heads, group, chunk]`."""
-    group = query.shape[1]
-    if scale.cap > 0:
-        return _written_out(query, keys, values, scale, causal)
+    """`query` `[kv_heads, group, chunk, head_dim]` -> float32 out of that shape and log-sum-exp without head_dim."""
+    if scale.cap > 0 or (query.is_cuda and not _cuda_flash_takes(query)):
+        return _written_out(query.float(), keys.float(), values.float(), scale, causal)
+    keys, values = (heads.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for heads in (keys, values))
+    if query.is_cuda:
+        out, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, keys, values, 0.0, causal, False, scale=scale.factor
+        )
+        return out.float(), log_sum_exp
     out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query,
-        keys.unsqueeze(1).expand(-1, group, -1, -1),
-        values.unsqueeze(1).expand(-1, group, -1, -1),
-        0.0,
-        causal,
-        scale=scale.factor,
+        query, keys, values, 0.0, causal, scale=scale.factor
     )
     return out, log_sum_exp
+
+
+def _cuda_flash_takes(query: torch.Tensor) -> bool:
+    return query.dtype != torch.float32 and query.shape[-1] % 8 == 0 and query.shape[-1] <= FLASH_DIM
 
 
 def _written_out(
@@ -64,7 +72,8 @@ def _written_out(
         seen = here.stop if causal else keys.shape[1]
         logits = logits_of(query[:, :, here], keys[:, :seen], scale)
         if causal:
-            hidden = torch.arange(seen) > torch.arange(here.start, here.stop).unsqueeze(-1)
+            there = torch.arange(seen, device=query.device)
+            hidden = there > there[here.start :].unsqueeze(-1)
             logits.masked_fill_(hidden, -torch.inf)
         log_sum_exp[:, :, here] = logits.logsumexp(-1)
         out[:, :, here] = _shared(torch.softmax(logits, -1), values[:, :seen])
@@ -72,8 +81,8 @@ def _written_out(
 
 
 def logits_of(query: torch.Tensor, keys: torch.Tensor, scale: Scale) -> torch.Tensor:
-    """`[kv_heads, group, queries, tokens]` of queries `[kv_heads, group, queries, head_dim]`."""
-    logits = _shared(query, keys.transpose(-1, -2)).mul_(scale.factor)
+    """`[kv_heads, group, queries, tokens]` of float32 queries `[kv_heads, group, queries, head_dim]`."""
+    logits = _shared(query, keys.float().transpose(-1, -2)).mul_(scale.factor)
     return logits.div_(scale.cap).tanh_().mul_(scale.cap) if scale.cap > 0 else logits
 
 
@@ -84,8 +93,8 @@ def _shared(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: Scale,
-    sinks: torch.Tensor | None, earlier: Blocks, new_tokens: int, token_mass: NDArray[np.float32] | None, window: int,
-    more: Callable[[torch.Tensor, torch.Tensor], Blocks] | None = None,
+    sinks: torch.Tensor | None, earlier: Blocks, new_tokens: int, token_mass: torch.Tensor | None, window: int,
+    more: Callable[[torch.Tensor, torch.Tensor], Blocks] | None = None, dtype: torch.dtype = torch.float32,
 ) -> Attended:  # fmt: skip
     """`PagedAttention.prefill`; `earlier()` yields the pages' blocks.
 
@@ -93,17 +102,17 @@ def attend(
         new_tokens: where the chunk's own tokens start in `token_mass`.
         more: given the queries `[kv_heads, group, chunk, head_dim]` and the log-sum-exp of each so far, names further
             blocks to attend.
+        dtype: what products are taken in; that of the blocks.
     """
     kv_heads, chunk, dim = keys.shape
-    grouped = query.detach().float().reshape(kv_heads, -1, chunk, dim)
+    grouped = query.detach().to(dtype).reshape(kv_heads, -1, chunk, dim)
     new = Block(
-        keys.detach().float(),
-        values.detach().float(),
-        np.arange(new_tokens, new_tokens + chunk, dtype=np.int64),
+        keys.detach().to(dtype),
+        values.detach().to(dtype),
+        torch.arange(new_tokens, new_tokens + chunk, device=keys.device),
     )
-    looked = (
-        _Looked(grouped[:, :, -min(window, chunk) :], scale) if token_mass is not None and window else None
-    )
+    last = grouped[:, :, -min(window, chunk) :]
+    looked = _Looked(last.float(), scale) if token_mass is not None and window else None
     so_far = flash(grouped, new.keys, new.values, scale, causal=True)
     so_far = _merge(grouped, scale, earlier(), *so_far, looked)
     if sinks is not None:
@@ -154,21 +163,21 @@ class _Looked:
 
     def __init__(self, query: torch.Tensor, scale: Scale) -> None:
         self._query, self._scale = query, scale  # [kv_heads, group, last, head_dim]
-        self._seen: list[tuple[torch.Tensor, NDArray[np.int64]]] = []
+        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def see(self, block: Block, new_tokens: int | None = None, chunk: int = 0) -> None:
         """With `new_tokens` the block is part of the chunk: query `t` of the chunk sees its tokens `0..t`."""
         logits = logits_of(self._query, block.keys, self._scale)
         if new_tokens is not None:
-            asks = torch.arange(chunk - self._query.shape[2], chunk).unsqueeze(-1)
-            logits.masked_fill_(torch.from_numpy(block.tokens - new_tokens) > asks, -torch.inf)
+            asks = torch.arange(chunk - self._query.shape[2], chunk, device=logits.device).unsqueeze(-1)
+            logits.masked_fill_(block.tokens - new_tokens > asks, -torch.inf)
         self._seen.append((logits, block.tokens))
 
-    def add_mass(self, log_sum_exp: torch.Tensor, token_mass: NDArray[np.float32]) -> None:
+    def add_mass(self, log_sum_exp: torch.Tensor, token_mass: torch.Tensor) -> None:
         """Add each token's mass, averaged over heads and queries."""
         last = log_sum_exp[:, :, -self._query.shape[2] :].unsqueeze(-1)
         for logits, tokens in self._seen:  # a token lies in one block only
-            token_mass[tokens] += logits.sub_(last).exp_().mean(dim=(0, 1, 2)).numpy()
+            token_mass.index_add_(0, tokens, logits.sub_(last).exp_().mean(dim=(0, 1, 2)))
 
 
 __all__ = ["BLOCK_TOKENS", "Block", "Blocks", "attend", "flash"]

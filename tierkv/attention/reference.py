@@ -19,14 +19,16 @@ from tierkv.attention.contract import (
     Pages,
     PoolView,
     Scale,
+    Sums,
 )
 from tierkv.attention.reference_cold import estimates_of, pages_read, shares_of
+from tierkv.attention.sums import ArraySums, array_of
 from tierkv.table import Kind
 
 TORCH_DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class ReferenceAttention:
+class ReferenceAttention(ArraySums):
     """`PagedAttention` in plain torch, for any codec that has a `reference_decode`."""
 
     name = "reference"
@@ -42,7 +44,7 @@ class ReferenceAttention:
 
     def decode(
         self, query: torch.Tensor, pool: PoolView, pages: Pages, layer: int, scale: float,
-        page_mass: NDArray[np.float32] | None = None, token_mass: NDArray[np.float32] | None = None,
+        page_mass: Sums | None = None, token_mass: Sums | None = None,
         cold: Cold | None = None, seen: ColdSeen | None = None,
         softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
@@ -61,14 +63,14 @@ class ReferenceAttention:
                 if page_mass is not None:
                     page_mass[page] += part.sum()
                 if token_mass is not None:
-                    token_mass[pages.token_starts[page] :][: len(part)] += part
+                    array_of(token_mass)[pages.token_starts[page] :][: len(part)] += part
             if token_mass is not None:
-                _add_cold_mass(cold, got, mean[keys.shape[1] :], token_mass)
+                _add_cold_mass(cold, got, mean[keys.shape[1] :], array_of(token_mass))
         return Attended(out.float(), log_sum_exp.float())
 
     def prefill(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: PoolView, pages: Pages,
-        layer: int, scale: float, token_mass: NDArray[np.float32] | None = None, window: int = 0,
+        layer: int, scale: float, token_mass: Sums | None = None, window: int = 0,
         cold: Cold | None = None, seen: ColdSeen | None = None,
         softcap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> Attended:  # fmt: skip
@@ -84,7 +86,10 @@ class ReferenceAttention:
             query.double(), keys, values, logits, pool, cold, 0, layer, to_logits, sinks, seen, True
         )
         if token_mass is not None and window > 0:
-            mean = got.probabilities[:, -window:].mean((0, 1)).float().numpy()
+            mean, token_mass = (
+                got.probabilities[:, -window:].mean((0, 1)).float().numpy(),
+                array_of(token_mass),
+            )
             for page, part in _split(pages, here, mean[:old]):
                 token_mass[pages.token_starts[page] :][: len(part)] += part
             token_mass[pages.total_tokens : pages.total_tokens + chunk] += mean[old : old + chunk]
@@ -119,7 +124,7 @@ def _attend(
         estimates = estimates_of(query[:, asking], pool, cold.pages, range(first, last), layer, scale)
         shares = shares_of(estimates, _log_sum_exp(logits[:, asking], sinks))
         if seen is not None:
-            seen.estimates[first:last] += shares[:, -1].mean(0).float().numpy()
+            array_of(seen.estimates)[first:last] += shares[:, -1].mean(0).float().numpy()
         if cold.read != READ_ALL:
             read = pages_read(estimates, shares, keys.shape[0], cold.read, together)
     if cold.read == READ_ALL:

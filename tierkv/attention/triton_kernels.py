@@ -13,6 +13,7 @@ fourth channel of the rotated query, and the four values of a byte to four sums 
 
 from __future__ import annotations
 
+from tierkv.attention.triton_pages import blockwise_values
 from tierkv.quant.rotated_triton_kernels import (
     ALIGNMENT,
     block_start,
@@ -25,6 +26,7 @@ from tierkv.triton_setup import kernel, tl
 _NO_GAIN = tl.constexpr(255)
 _LOG_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LEAST_LOG = tl.constexpr(-1e30)  # above minus infinity, from which nothing can be taken
 
 
 @kernel
@@ -54,9 +56,11 @@ def prepare_queries(
 
 
 @kernel
-def read_item(items: tl.tensor, index: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Number and row (int64), first and last page of an item."""
-    place = items + index * 4
+def read_item(
+    items: tl.tensor, program: tl.tensor, HEADS: tl.constexpr, BY_HEAD: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Number and row (int64), first and last page of a program's item: each KV head's own if BY_HEAD."""
+    place = items + (program if BY_HEAD else program // HEADS) * 4
     number, row = tl.load(place).to(tl.int64), tl.load(place + 1).to(tl.int64)
     return number, row, tl.load(place + 2), tl.load(place + 3)
 
@@ -90,7 +94,8 @@ def softmax_step(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Weights of a tile with tokens along AXIS, the factor on earlier sums, and the new largest logit and total."""
     now = tl.maximum(largest, tl.max(logits, AXIS))
-    weights, factor = tl.exp2(logits - tl.expand_dims(now, AXIS)), tl.exp2(largest - now)
+    floor = tl.maximum(now, _LEAST_LOG)  # where no token was live yet
+    weights, factor = tl.exp2(logits - tl.expand_dims(floor, AXIS)), tl.exp2(largest - floor)
     return weights, factor, now, total * factor + tl.sum(weights, AXIS)
 
 
@@ -110,22 +115,41 @@ def store_page_logs(
 
 
 @kernel
+def store_logits(
+    logits: tl.tensor, kept: tl.tensor, heads: tl.tensor, wanted: tl.tensor, first: tl.tensor, last: tl.tensor,
+    ROWS: tl.constexpr, QUERY_HEADS: tl.constexpr, PAGES: tl.constexpr, TOKENS: tl.constexpr, MASS: tl.constexpr,
+) -> None:  # fmt: skip
+    """What masses are made of: each page's log-sum-exp (MASS 1), or every logit: `[pages, query heads, TOKENS]` (2)."""
+    if MASS == 1:
+        store_page_logs(logits, kept, heads, wanted, first, last, ROWS, QUERY_HEADS, PAGES, TOKENS)
+    else:
+        lane = tl.arange(0, PAGES * TOKENS)
+        page = first + lane // TOKENS
+        place = (page[None, :].to(tl.int64) * QUERY_HEADS + heads[:, None]) * TOKENS + (lane % TOKENS)[
+            None, :
+        ]
+        tl.store(kept + place, logits, mask=wanted[:, None] & (page < last)[None, :])
+
+
+@kernel
 def attend_exact(
-    query: tl.tensor, pool: tl.tensor, offsets: tl.tensor, counts: tl.tensor, items: tl.tensor, sums: tl.tensor,
-    logs: tl.tensor, page_logs: tl.tensor, layer: tl.tensor, scale: tl.tensor,
-    OPERAND: tl.constexpr, ITEM: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, TOKENS: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr, MASS: tl.constexpr,
-    CAP: tl.constexpr,
+    query: tl.tensor, pool: tl.tensor, numbers: tl.tensor, levels: tl.tensor, offsets: tl.tensor, counts: tl.tensor,
+    items: tl.tensor, sums: tl.tensor, logs: tl.tensor, kept: tl.tensor, layer: tl.tensor, scale: tl.tensor,
+    OPERAND: tl.constexpr, ITEM: tl.constexpr, BITS: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr,
+    SHARE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    PAGES: tl.constexpr, MASS: tl.constexpr, CAP: tl.constexpr, BY_HEAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """One item of exact pages and KV head: `sums` `[items, query heads, DIM]` and `logs` `[items, query heads]`.
 
-    query: `[rows, query heads, DIM]`. pool: in the page dtype. items: `[items, 4]` int32 of number, row, first and last
-    page. scale: factor on logits, over log 2. CAP: as of `logits_of`. SHARE query heads read a KV head; ROWS fills that
-    up to a tile's side.
+    Or, with BITS, of int8 or nf4 pages: `numbers` and `levels` are as of `blockwise_values`, else not read.
+    query: `[rows, query heads, DIM]`. pool: in the page dtype (with BITS in bytes). items: `[items, 4]` int32 of
+    number, row, first and last page. scale: factor on logits, over log 2. CAP: as of `logits_of`. SHARE query heads
+    read a KV head; ROWS fills that up to a tile's side. kept: as of `store_logits`, if MASS. BY_HEAD: items are
+    `[rows * HEADS]`, and pages may have no token.
     """
     QUERY_HEADS: tl.constexpr = HEADS * SHARE
     head = tl.program_id(0) % HEADS
-    number, row, first, last = read_item(items, tl.program_id(0) // HEADS)
+    number, row, first, last = read_item(items, tl.program_id(0), HEADS, BY_HEAD)
     heads, wanted = head * SHARE + tl.arange(0, ROWS), tl.arange(0, ROWS) < SHARE
     query += row * (QUERY_HEADS * DIM)
     channel = tl.arange(0, WIDTH)
@@ -136,20 +160,35 @@ def attend_exact(
     q = q.to(tl.float32).to(OPERAND)
     largest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    keys = (layer * 2 * HEADS + head) * (TOKENS * DIM)
+    plane = layer * 2 * HEADS + head
     for page in range(first, last, PAGES):
         offset, slot, live = tile_tokens(offsets, counts, page, last, PAGES, TOKENS)
-        rows = tl.multiple_of(offset // ITEM, ALIGNMENT // ITEM) + keys + slot * DIM
-        k = tl.load(pool + rows[None, :] + channel[:, None], mask=live[None, :] & valid[:, None], other=0.0)
+        inside = live[None, :] & valid[:, None]
+        if BITS == 0:
+            rows = tl.multiple_of(offset // ITEM, ALIGNMENT // ITEM) + plane * (TOKENS * DIM) + slot * DIM
+            k = tl.load(pool + rows[None, :] + channel[:, None], mask=inside, other=0.0)
+        else:
+            k = blockwise_values(
+                pool, numbers, levels, offset[None, :], slot[None, :], channel[:, None], inside, plane,
+                LAYERS * 2 * HEADS, BITS, TOKENS, DIM,
+            )  # fmt: skip
         logits = logits_of(tl.dot(q, k.to(OPERAND), input_precision="tf32"), live[None, :], scale, CAP)
         if MASS:
-            store_page_logs(logits, page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS)
+            store_logits(logits, kept, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS, MASS)
         weights, factor, largest, total = softmax_step(logits, largest, total, 1)
-        rows += HEADS * TOKENS * DIM
-        v = tl.load(pool + rows[:, None] + channel[None, :], mask=live[:, None] & valid[None, :], other=0.0)
+        inside = live[:, None] & valid[None, :]
+        if BITS == 0:
+            rows += HEADS * TOKENS * DIM
+            v = tl.load(pool + rows[:, None] + channel[None, :], mask=inside, other=0.0)
+        else:
+            v = blockwise_values(
+                pool, numbers, levels, offset[:, None], slot[:, None], channel[None, :], inside, plane + HEADS,
+                LAYERS * 2 * HEADS, BITS, TOKENS, DIM,
+            )  # fmt: skip
         acc = tl.dot(weights.to(OPERAND), v.to(OPERAND), acc * factor[:, None], input_precision="tf32")
     place = number * QUERY_HEADS + heads
     inside = wanted[:, None] & valid[None, :]
+    total = tl.maximum(total, 1.0)  # less only where no token was live
     tl.store(sums + place[:, None] * DIM + channel[None, :], acc / total[:, None], mask=inside)
     tl.store(logs + place, largest + tl.log2(total), mask=wanted)
 
@@ -165,10 +204,10 @@ def _key_level(code: tl.tensor, octet: tl.tensor, PART: tl.constexpr, KEY_BITS: 
 @kernel
 def attend_packed(
     rotated: tl.tensor, biases: tl.tensor, packed: tl.tensor, packed_floats: tl.tensor, offsets: tl.tensor,
-    counts: tl.tensor, items: tl.tensor, sums: tl.tensor, logs: tl.tensor, page_logs: tl.tensor,
+    counts: tl.tensor, items: tl.tensor, sums: tl.tensor, logs: tl.tensor, kept: tl.tensor,
     layer: tl.tensor, scale: tl.tensor, LAYERS: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
     TOKENS: tl.constexpr, DIM: tl.constexpr, QUARTER: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
-    KEY_BITS: tl.constexpr, MASS: tl.constexpr, CAP: tl.constexpr,
+    KEY_BITS: tl.constexpr, MASS: tl.constexpr, CAP: tl.constexpr, BY_HEAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """One item of packed pages and KV head, as `attend_exact` does; `sums` stay in the space of codes.
 
@@ -177,7 +216,7 @@ def attend_packed(
     """
     QUERY_HEADS: tl.constexpr = HEADS * SHARE
     head = tl.program_id(0) % HEADS
-    number, row, first, last = read_item(items, tl.program_id(0) // HEADS)
+    number, row, first, last = read_item(items, tl.program_id(0), HEADS, BY_HEAD)
     heads, wanted = head * SHARE + tl.arange(0, ROWS), tl.arange(0, ROWS) < SHARE
     rotated += row * (QUERY_HEADS * DIM)
     biases += row * QUERY_HEADS
@@ -218,8 +257,8 @@ def attend_packed(
         logits = tl.dot(_key_level(code, octet, 3, KEY_BITS), q3, logits, input_precision="tf32")
         logits = logits_of(bias[None, :] + logits * gain[:, None], live[:, None], scale, CAP)
         if MASS:
-            store_page_logs(
-                tl.trans(logits), page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS
+            store_logits(
+                tl.trans(logits), kept, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS, MASS
             )
         weights, factor, largest, total = softmax_step(logits, largest, total, 0)
         weights *= value_gain[:, None]
@@ -228,6 +267,7 @@ def attend_packed(
         acc2 = tl.dot(level_4(values, 4), weights, acc2 * factor[None, :], input_precision="tf32")
         acc3 = tl.dot(level_4(values, 6), weights, acc3 * factor[None, :], input_precision="tf32")
     place = number * QUERY_HEADS + heads
+    total = tl.maximum(total, 1.0)
     tl.store(logs + place, largest + tl.log2(total), mask=wanted)
     quarter = sums + place[None, :] * DIM + quad[:, None]
     tl.store(quarter, acc0 / total[None, :], mask=inside)
@@ -259,16 +299,16 @@ def _weighted_sum(
 @kernel
 def merge_items(
     sums: tl.tensor, logs: tl.tensor, spans: tl.tensor, synthesis: tl.tensor, sinks: tl.tensor,
-    out: tl.tensor, log_sum_exp: tl.tensor, layer: tl.tensor,
+    out: tl.tensor, log_sum_exp: tl.tensor, totals: tl.tensor, layer: tl.tensor,
     HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, MATRIX: tl.constexpr,
-    WIDTH: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    WIDTH: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, CODED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Join a row's items for one query head and SLICE channels; the packed ones' sum leaves the space of codes.
 
     synthesis: as of `prepare_queries`.
-    spans: `[rows, 3]` int32: items `[s[0], s[1])` of a row are exact, `[s[1], s[2])` packed. A row without any gets
-    zeros and -inf.
-    sinks: `[query heads]` logits without values, if SINKS.
+    spans: `[rows, 3]` int32: items `[s[0], s[1])` of a row are in the model's space, `[s[1], s[2])` in that of codes
+    if CODED. A row without any gets zeros and -inf.
+    sinks: `[query heads]` logits without values, if SINKS. totals: the log-sum-exps, over log 2.
     """
     QUERY_HEADS: tl.constexpr = HEADS * SHARE
     row, head = tl.program_id(0) // QUERY_HEADS, tl.program_id(0) % QUERY_HEADS
@@ -281,22 +321,38 @@ def merge_items(
         item = start + tl.arange(0, BLOCK)
         log = tl.load(logs + item.to(tl.int64) * QUERY_HEADS + head, mask=item < last, other=float("-inf"))
         now = tl.maximum(largest, tl.max(log, 0))
-        total = total * tl.exp2(largest - now) + tl.sum(tl.exp2(log - now), 0)
+        floor = tl.maximum(now, _LEAST_LOG)
+        total = total * tl.exp2(largest - floor) + tl.sum(tl.exp2(log - floor), 0)
         largest = now
-    total = largest + tl.log2(tl.maximum(total, 1e-30))  # only 0 where there is no item: -inf
+    log_total = largest + tl.log2(tl.maximum(total, 1e-30))  # only 0 where there is no token: -inf
+    total = tl.maximum(log_total, _LEAST_LOG)
 
     column = tl.arange(0, WIDTH)
     channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     valid = channel < DIM
-    exact = _weighted_sum(
-        sums, logs, first, middle, head, total, channel, valid, QUERY_HEADS, DIM, BLOCK, SLICE
+    in_space = _weighted_sum(
+        sums,
+        logs,
+        first,
+        middle if CODED else last,
+        head,
+        total,
+        channel,
+        valid,
+        QUERY_HEADS,
+        DIM,
+        BLOCK,
+        SLICE,
     )
-    coded = _weighted_sum(
-        sums, logs, middle, last, head, total, column, column < DIM, QUERY_HEADS, DIM, BLOCK, WIDTH
-    )
-    matrix = synthesis + ((layer * 2 + 1) * HEADS + head // SHARE) * MATRIX
-    matrix += channel[:, None] * DIM + column[None, :]
-    rows = tl.load(matrix, mask=valid[:, None] & (column < DIM)[None, :], other=0.0)
+    if CODED:
+        coded = _weighted_sum(
+            sums, logs, middle, last, head, total, column, column < DIM, QUERY_HEADS, DIM, BLOCK, WIDTH
+        )
+        matrix = synthesis + ((layer * 2 + 1) * HEADS + head // SHARE) * MATRIX
+        matrix += channel[:, None] * DIM + column[None, :]
+        rows = tl.load(matrix, mask=valid[:, None] & (column < DIM)[None, :], other=0.0)
+        in_space += tl.sum(rows * coded[None, :], 1)
     place = row.to(tl.int64) * QUERY_HEADS + head
-    tl.store(out + place * DIM + channel, exact + tl.sum(rows * coded[None, :], 1), mask=valid)
-    tl.store(log_sum_exp + place, total * _LOG_2)
+    tl.store(out + place * DIM + channel, in_space, mask=valid)
+    tl.store(log_sum_exp + place, log_total * _LOG_2)
+    tl.store(totals + place, log_total)

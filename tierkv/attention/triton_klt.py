@@ -5,7 +5,7 @@ Channels go in four parts to four products, each over the levels of all tokens o
 
 from __future__ import annotations
 
-from tierkv.attention.triton_kernels import logits_of, read_item, softmax_step, store_page_logs, tile_tokens
+from tierkv.attention.triton_kernels import logits_of, read_item, softmax_step, store_logits, tile_tokens
 from tierkv.quant.klt_triton_kernels import key_levels, value_levels
 from tierkv.quant.rotated_triton_kernels import gain_of
 from tierkv.triton_setup import kernel, tl
@@ -52,9 +52,9 @@ def _store_part(
 def attend_klt(
     prepared: tl.tensor, biases: tl.tensor, packed: tl.tensor, packed_floats: tl.tensor, blocks: tl.tensor,
     channels: tl.tensor, quantizers: tl.tensor, offsets: tl.tensor, counts: tl.tensor, items: tl.tensor,
-    sums: tl.tensor, logs: tl.tensor, page_logs: tl.tensor, layer: tl.tensor, scale: tl.tensor, HEADS: tl.constexpr,
+    sums: tl.tensor, logs: tl.tensor, kept: tl.tensor, layer: tl.tensor, scale: tl.tensor, HEADS: tl.constexpr,
     SHARE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, QUARTER: tl.constexpr, ROWS: tl.constexpr,
-    PAGES: tl.constexpr, MASS: tl.constexpr, CAP: tl.constexpr,
+    PAGES: tl.constexpr, MASS: tl.constexpr, CAP: tl.constexpr, BY_HEAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """One item of packed pages and KV head. Arguments as of `attend_packed`; blocks and so on as of `encode_side`.
 
@@ -62,7 +62,7 @@ def attend_klt(
     """
     QUERY_HEADS: tl.constexpr = HEADS * SHARE
     head = tl.program_id(0) % HEADS
-    number, row, first, last = read_item(items, tl.program_id(0) // HEADS)
+    number, row, first, last = read_item(items, tl.program_id(0), HEADS, BY_HEAD)
     heads, wanted = head * SHARE + tl.arange(0, ROWS), tl.arange(0, ROWS) < SHARE
     prepared += row * (QUERY_HEADS * DIM)
     bias = tl.load(biases + row * QUERY_HEADS + heads, mask=wanted, other=0.0)
@@ -91,8 +91,8 @@ def attend_klt(
             )  # fmt: skip
         logits = logits_of(bias[None, :] + logits * gain[:, None], live[:, None], scale, CAP)
         if MASS:
-            store_page_logs(
-                tl.trans(logits), page_logs, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS
+            store_logits(
+                tl.trans(logits), kept, heads, wanted, page, last, ROWS, QUERY_HEADS, PAGES, TOKENS, MASS
             )
         weights, factor, largest, total = softmax_step(logits, largest, total, 0)
         weights *= value_gain[:, None]
@@ -103,6 +103,7 @@ def attend_klt(
         acc2 = _add_values(acc2 * factor, weights, packed, rows, live, values, quantizers, 2, DIM, QUARTER)
         acc3 = _add_values(acc3 * factor, weights, packed, rows, live, values, quantizers, 3, DIM, QUARTER)
     place = number * QUERY_HEADS + heads
+    total = tl.maximum(total, 1.0)
     tl.store(logs + place, largest + tl.log2(total), mask=wanted)
     _store_part(sums, acc0, total, place, wanted, 0, DIM, QUARTER)
     _store_part(sums, acc1, total, place, wanted, 1, DIM, QUARTER)
