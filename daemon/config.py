@@ -38,7 +38,7 @@ from tierkv.daemon.gpu import CPU, device_index
 from tierkv.errors import ConfigError, UnknownRegion
 from tierkv.geometry import PAGE_TOKENS, Geometry
 from tierkv.handshake import default_state_dir, socket_path
-from tierkv.protocol import ATTACH_SOCKET, REQUEST_SOCKET
+from tierkv.protocol import ATTACH_SOCKET, REQUEST_SOCKET, Observing
 from tierkv.regions import parse_region
 
 PREFIX = "TIERKV_"
@@ -207,7 +207,13 @@ class DaemonConfig(BaseSettings):
     digest_layers: Annotated[int, Field(ge=0)] = 0
     """How many of a model's last layers a digest describes; 0 is all of them."""
     observe_every: Annotated[int, Field(ge=1)] = 4
-    """Decode steps between observations."""
+    """Decode steps between observations of attention mass (k)."""
+    observe_window: Annotated[int, Field(ge=1)] = 1
+    """Decode steps whose masses an observation averages, at most `observe_every`; each costs what observing does."""
+    observe_queries: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Last queries of a prefill chunk that observe: they give a fresh prompt an order."""
+    observe_layers: Annotated[int, Field(ge=0)] = 0
+    """Layers whose mass is looked at, spread evenly over the model's; 0 is all of them. An audit looks at all."""
     page_tokens: Annotated[int, Field(ge=1, le=1024)] = PAGE_TOKENS
     layout: Literal["aligned", "straddling"] = "aligned"
     """`aligned`: a page holds one region; `straddling`: pages fill up across regions, as in the paper."""
@@ -326,6 +332,11 @@ class DaemonConfig(BaseSettings):
                 f"{self.lease_seconds:g}: one late heartbeat would end a lease; lower the first or raise the second"
             )
         return self
+
+    @property
+    def observing(self) -> Observing:
+        """As workers are told."""
+        return Observing(self.observe_every, self.observe_window, self.observe_queries, self.observe_layers)
 
     @property
     def low_bit_form(self) -> str:

@@ -197,7 +197,7 @@ class Incarnation:
             codec=config.low_bit_form,
             page_tokens=config.page_tokens,
             straddle=config.layout == "straddling",
-            observe_every=config.observe_every,
+            observing=config.observing,
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
             digest_layers=(config.digest_layers or ALL_LAYERS) if config.digest_share else 0,

@@ -36,7 +36,15 @@ from tierkv.daemon.pools import BytePool, DevicePool, DevicePools, HbmPool, Host
 from tierkv.daemon.server import OwnerLoop
 from tierkv.errors import ConfigError
 from tierkv.handshake import socket_path
-from tierkv.protocol import PROTOCOL_VERSION, REQUEST_SOCKET, Attach, Attached, Refused
+from tierkv.protocol import (
+    DEFAULT_OBSERVING,
+    PROTOCOL_VERSION,
+    REQUEST_SOCKET,
+    Attach,
+    Attached,
+    Observing,
+    Refused,
+)
 from tierkv.quant import get as get_codec
 from tierkv.quant.on_device import require_served
 
@@ -64,7 +72,7 @@ class ServiceConfig:
     codec: str = "k3v2"
     page_tokens: int = 16
     straddle: bool = False
-    observe_every: int = 4
+    observing: Observing = DEFAULT_OBSERVING
     lease_seconds: float = 10.0
     heartbeat_seconds: float = 2.0
     digest_layers: int = 0  # as workers are told: 0 for no digests
@@ -283,7 +291,7 @@ class Service:
         config = self.config
         return Attached(
             PROTOCOL_VERSION, config.epoch, self.loop.endpoint, config.hbm_bytes, config.host_bytes,
-            config.codec, config.page_tokens, config.straddle, config.observe_every, config.heartbeat_seconds,
+            config.codec, config.page_tokens, config.straddle, config.observing, config.heartbeat_seconds,
             config.digest_layers, config.middle, list(lost), "" if self._gpu is None else self._gpu.uuid,
         )  # fmt: skip
 

@@ -37,6 +37,7 @@ from tierkv.protocol import (
     Explain,
     Explained,
     GeometryFields,
+    Observing,
     Open,
     Operation,
     Ping,
@@ -134,8 +135,8 @@ class Client:
         return self._terms.straddle
 
     @property
-    def observe_every(self) -> int:
-        return self._terms.observe_every
+    def observing(self) -> Observing:
+        return self._terms.observing
 
     @property
     def digest_layers(self) -> int:

@@ -34,6 +34,7 @@ class Looks(NamedTuple):
     read: int = 0  # cold pages that a KV head reads in place
     exact: bool = False  # read low-bit pages from their exact host copies, where everything can be read
     audit: bool = False  # true attention over all pages
+    layers: frozenset[int] | None = None  # whose masses are looked at; None: all, as in an audit
 
 
 NOTHING = Looks()

@@ -28,15 +28,12 @@ from tierkv.cold_look import (
     sunk_of,
 )
 from tierkv.geometry import Geometry
-from tierkv.protocol import Audit
+from tierkv.protocol import Audit, Observing
 from tierkv.recall import Estimates
 from tierkv.regions import Run
 from tierkv.rows import ColdRows, PageRows
 from tierkv.table import Kind
 from tierkv.tally import Tally
-
-OBSERVED_QUERIES = 16
-"""A prefill chunk's last queries that observe (w of the design): they give a fresh prompt an order."""
 
 
 class Rows(Protocol):
@@ -58,7 +55,7 @@ class PagedSession(Protocol):
     @property
     def geometry(self) -> Geometry: ...
     @property
-    def observe_every(self) -> int: ...
+    def observing(self) -> Observing: ...
     @property
     def horizon(self) -> int: ...
     @property
@@ -175,7 +172,7 @@ class DecodeStep:
                 np.concatenate(([0], np.cumsum([len(table.offsets) for table in tables]))),
                 sum(lengths),
             )
-        self._audits = looks.audit
+        self._audits, self._sampled = looks.audit, None if looks.audit else looks.layers
         self._lengths = [session.length for session in sessions]
         masses = looks.masses or looks.audit
         self._tally = Tally(attention)
@@ -197,10 +194,12 @@ class DecodeStep:
         subset = None if self._subset is None else self._subset.on(query.device)
         asked = query[:, :, 0] if subset is None else query[subset, :, 0]
         cold, seen = (None, None) if self._cold is None else (self._cold.cold, self._cold.seen)
+        looked = self._sampled is None or layer in self._sampled
         out = self._attention.decode(
-            asked, self._pool, self._pages, layer, scale, None, self._mass, cold, seen, softcap, sinks
-        ).out
-        self._layers += 1
+            asked, self._pool, self._pages, layer, scale, None, self._mass if looked else None, cold, seen,
+            softcap, sinks,
+        ).out  # fmt: skip
+        self._layers += looked
         if subset is None:
             return out.to(query.dtype).unsqueeze(1)
         full = query.new_zeros(query.shape[0], 1, *out.shape[1:])
@@ -266,7 +265,7 @@ class PrefillStep:
             self._pages.append(Pages(table.offsets, table.kinds, table.counts, table.starts, edges, past))
             cold = look_at_cold([new.session], [past], [0], looks, self._tally) if exact is None else exact[1]
             self._cold.append(cold)
-        self._audits = looks.audit
+        self._audits, self._sampled = looks.audit, None if looks.audit else looks.layers
         masses = looks.masses or looks.audit
         self._mass = (
             [self._tally.zeros(new.session.pool, new.session.length) for new in rows] if masses else None
@@ -287,6 +286,7 @@ class PrefillStep:
     ) -> torch.Tensor:  # fmt: skip
         batch, heads, columns, head_dim = query.shape
         result = query.new_zeros(batch, columns, heads, head_dim)
+        looked = self._sampled is None or layer in self._sampled
         for index, (new, picked, pages, look) in enumerate(
             zip(self._rows, self._columns, self._pages, self._cold, strict=True)
         ):
@@ -295,14 +295,15 @@ class PrefillStep:
             out = self._attention.prefill(
                 _pick(query[row], picked), _pick(keys[row], picked), _pick(values[row], picked),
                 self._pools[index], pages, layer, scale,
-                None if self._mass is None else self._mass[index], min(OBSERVED_QUERIES, new.tokens), cold, seen,
+                self._mass[index] if looked and self._mass is not None else None,
+                min(new.session.observing.queries, new.tokens), cold, seen,
                 softcap, sinks,
             ).out.transpose(0, 1).to(query.dtype)  # fmt: skip
             if picked is None:
                 result[row] = out
             else:
                 result[row, picked.on(out.device)] = out
-        self._layers += 1
+        self._layers += looked
         return result
 
     def leave(self) -> None:
@@ -390,7 +391,6 @@ def _covered(pages: Pages) -> NDArray[np.bool_]:
 
 
 __all__ = [
-    "OBSERVED_QUERIES",
     "DecodeStep",
     "Looks",
     "NewTokens",

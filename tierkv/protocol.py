@@ -24,7 +24,7 @@ Trust. Peers are processes of one user. Every field is still validated: a malfor
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -148,6 +148,18 @@ class Attach(_Struct, tag="attach"):
     """Of their pages of the middle form; empty: there is none."""
 
 
+class Observing(NamedTuple):
+    """When and at what attention mass is looked; see the daemon's settings `observe_*`."""
+
+    every: int = 4
+    window: int = 1
+    queries: int = 16
+    layers: int = 0
+
+
+DEFAULT_OBSERVING = Observing()
+
+
 class Attached(_Struct, tag="attached"):
     protocol: int
     epoch: int
@@ -157,7 +169,7 @@ class Attached(_Struct, tag="attached"):
     codec: str
     page_tokens: int
     straddle: bool
-    observe_every: int
+    observing: Observing
     heartbeat_seconds: float
     digest_layers: int = 0
     """Last layers of a page that a digest describes, as far as the page has so many; 0: cold pages leave none."""

@@ -42,6 +42,7 @@ from tierkv.protocol import (
     Fork,
     GeometryFields,
     Observe,
+    Observing,
     Pin,
     Plan,
     Ready,
@@ -71,7 +72,7 @@ class Daemon(Pools, Opener, Protocol):
     reserve_ahead: int
 
     @property
-    def observe_every(self) -> int: ...
+    def observing(self) -> Observing: ...
 
     def check_process(self) -> None: ...
 
@@ -104,7 +105,8 @@ class Session:
         self.geometry = geometry
         self.model_id = model_id
         self.options = options
-        self.observe_every = daemon.observe_every
+        self.observing = daemon.observing
+        """When attention mass is looked at: the daemon's settings, which may be replaced between steps."""
         self.step = step
         """Decode steps so far (MemDecay's t)."""
         self.lost: list[tuple[int, int]] = []

@@ -11,7 +11,6 @@ never written. While drafts are verified (`activate_past_recording`) tokens stay
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import tierkv.attention
 from tierkv.attention.contract import PagedAttention
 from tierkv.errors import GeometryMismatch
 from tierkv.markers import UNKNOWN, Markers
+from tierkv.observing import NO_PART, WHOLE_CHUNK, Observation, Part, Teller, layers_of, part_of
 from tierkv.paged_step import DecodeStep, Looks, NewTokens, PagedSession, PrefillStep, Step
 from tierkv.protocol import Audit
 from tierkv.recall import Estimates, RecallMode, RecallOptions
@@ -48,7 +48,7 @@ class _Row(NamedTuple):
     session: PagedSession
     token_ids: NDArray[np.int32] | None
     steps: int
-    observed: bool
+    part: Part
 
 
 class _Finished(NamedTuple):
@@ -56,13 +56,6 @@ class _Finished(NamedTuple):
 
     rows: list[_Row]
     step: Step | None
-
-
-class _Observation(NamedTuple):
-    """What a committed forward saw and did not tell yet, by row of the forward: the session, and its tokens then."""
-
-    step: Step
-    rows: list[tuple[int, PagedSession, int]]
 
 
 class TieredCache(Cache):  # type: ignore[misc]
@@ -121,8 +114,6 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._readers = [markers.reader(session.length) for session in self.sessions] if markers else []
         self._chunk_tokens = chunk_tokens
         self.recall = recall if isinstance(recall, RecallOptions) else RecallOptions(recall)
-        self.audits: list[Audit] = []
-        """What the audits of this cache found, in order: one for each row and audit."""
         self._observations = 0
         self._looked: tuple[Step, list[NewTokens]] | None = None  # whose estimates pages are asked for by
         self._asked_at = -1  # padded length at which pages were last asked for
@@ -131,13 +122,18 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._rows: list[NewTokens] = []
         self._columns = 0
         self._real: NDArray[np.bool_] | None = None
-        self._observed: list[bool] = []
+        self._parts: list[Part] = []
         self._ids: NDArray[np.int32] | None = None
         self._holding = False
         self._held: list[_Finished] = []
-        self._untold: deque[_Observation] = deque()
+        self._teller = Teller()
         self._undo: list[tuple[Any, dict[str, Any]]] = []
         super().__init__(layers=[TieredLayer(self, index) for index in range(geometry.num_layers)])
+
+    @property
+    def audits(self) -> list[Audit]:
+        """What the audits of this cache found, in order: one for each row and audit."""
+        return self._teller.audits
 
     # What transformers asks -----------------------------------------------------------------------------------
 
@@ -168,7 +164,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             if session.length > max(length, session.horizon):
                 session.rollback(max(length, session.horizon))
             if session.horizon > length:
-                self._untold.clear()  # other tokens will take the place of what was seen
+                self._teller.forget()  # other tokens will take the place of what was seen
                 session.crop(length)
         self._pads, self.padded_length = kept, padded_length  # only now: a crop that fails can be tried again
         self._cut_readers()
@@ -362,10 +358,11 @@ class TieredCache(Cache):  # type: ignore[misc]
         finished = []
         for index, new in enumerate(rows):
             ids = None if self._ids is None else _row_ids(self._ids, new.row, new.columns)
-            finished.append(_Row(new.session, ids, int(decoded), self._observed[index]))
-        if any(self._observed):
+            finished.append(_Row(new.session, ids, int(decoded), self._parts[index]))
+        looked = any(part.looks for part in self._parts)
+        if looked:
             step.leave()
-        self._held.append(_Finished(finished, step if any(self._observed) else None))
+        self._held.append(_Finished(finished, step if looked else None))
         if self._real is not None:
             for pads, real in zip(self._pads, self._real, strict=True):
                 pads.extend((np.flatnonzero(~real) + self.padded_length).tolist())
@@ -402,21 +399,24 @@ class TieredCache(Cache):  # type: ignore[misc]
 
     def _build_step(self, batch: int, scout: bool) -> None:
         recall, chunk = self.recall, self._columns > 1 or not self._rows
+        settings = [new.session.observing for new in self._rows]
         if chunk:
-            self._observed = [not scout] * len(self._rows)
+            self._parts = [NO_PART if scout else WHOLE_CHUNK] * len(self._rows)
         else:  # the step that this forward will be is session.step + 1
-            every = [max(1, new.session.observe_every) for new in self._rows]
-            self._observed = [(n.session.step + 1) % k == 0 for n, k in zip(self._rows, every, strict=True)]
-        observed = any(self._observed) or (chunk and not scout)
-        audit = observed and self._audit_is_due(scout)
+            steps = (new.session.step + 1 for new in self._rows)
+            self._parts = [part_of(step, mine) for step, mine in zip(steps, settings, strict=True)]
+        told = any(part.tells for part in self._parts) or (chunk and not scout)
+        observed = told or any(part.looks for part in self._parts)
+        audit = told and self._audit_is_due(scout)
+        layers = layers_of(self.sessions[0].geometry.num_layers, settings)
         estimates = recall.mode == "strict" or (recall.estimates and (chunk or observed))
         if chunk or (recall.exact_steps and recall.reads):
             read = recall.chunk_read if recall.reads else 0
             exact = recall.reads and (recall.exact_chunks if chunk else recall.exact_steps)
-            looks = Looks(observed, estimates, read, exact, audit)
+            looks = Looks(observed, estimates, read, exact, audit, layers)
             self._step = PrefillStep(self.attention, self._rows, looks)
         else:
-            looks = Looks(observed, estimates, recall.read if recall.reads else 0, audit=audit)
+            looks = Looks(observed, estimates, recall.read if recall.reads else 0, False, audit, layers)
             self._step = DecodeStep(self.attention, self._rows, batch, looks)
 
     def _audit_is_due(self, scout: bool) -> bool:
@@ -438,27 +438,16 @@ class TieredCache(Cache):  # type: ignore[misc]
         held, self._held = self._held, []
         for rows, step in held:
             seen = []
-            for index, (session, ids, steps, observed) in enumerate(rows):
+            for index, (session, ids, steps, part) in enumerate(rows):
                 fresh = session.length - session.horizon
                 if fresh > 0:
                     session.commit(None if ids is None else ids[:fresh], steps=steps)
-                    if observed:
-                        seen.append((index, session, session.length))
+                    if part.looks:
+                        seen.append((index, session, session.length, part))
             if step is not None and seen:
-                self._untold.append(_Observation(step, seen))
+                self._teller.add(Observation(step, seen))
         if held:
-            self._tell()
-
-    def _tell(self) -> None:
-        """Send observations that have arrived: those of attention on a device mostly a step after they were made."""
-        while self._untold and self._untold[0].step.arrived:
-            step, rows = self._untold.popleft()
-            masses, audits = step.masses(), step.audits()
-            self.audits += [audit for audit in audits if audit is not None]
-            for index, session, tokens in rows:
-                if masses and any(session is own for own in self.sessions):
-                    mass = _fitted(masses[index][:tokens], session.length)
-                    session.observe(mass, audits[index] if audits else None)
+            self._teller.tell(self.sessions)
 
     def _check_batch(self, batch: int) -> None:
         rows = len(self.sessions)
@@ -514,15 +503,6 @@ class TieredCache(Cache):  # type: ignore[misc]
         for row, session in enumerate(old):
             if row not in keeper:
                 session.close()
-
-
-def _fitted(mass: NDArray[np.float32], length: int) -> NDArray[np.float32]:
-    """`mass` of the first tokens of `length`: of the others nothing is known."""
-    if len(mass) == length:
-        return mass
-    fitted = np.full(length, np.nan, np.float32)
-    fitted[: len(mass)] = mass[:length]
-    return fitted
 
 
 def _row_ids(ids: NDArray[np.int32], row: int, columns: NDArray[np.int64] | None) -> NDArray[np.int32]:

@@ -61,7 +61,8 @@ def open_session(
     budget = budget_of(name, geometry, tokens)
     pins = {Region.USER.label: "attendable"} if name == PACKED else None
     session = model.open(client, pages, ladder="tiered" if budget else "exact", hbm_budget=budget, pins=pins)
-    session.observe_every = OBSERVED.get(name, NEVER if name == UNOBSERVED else session.observe_every)
+    if every := {**OBSERVED, UNOBSERVED: NEVER}.get(name):
+        session.observing = session.observing._replace(every=every)
     if not budget:
         return session, CHUNK_TOKENS
     part = budget // (CHUNK_SHARE * geometry.page_bytes)

@@ -17,7 +17,7 @@ import tierkv.quant
 from tierkv.attention.contract import PoolView
 from tierkv.errors import OutOfCapacity
 from tierkv.geometry import Geometry
-from tierkv.protocol import Audit
+from tierkv.protocol import Audit, Observing
 from tierkv.regions import Region, Run, parse_region
 from tierkv.rows import ColdRows
 from tierkv.table import Kind, lay_out
@@ -35,7 +35,7 @@ class LocalPool:
 
     def __init__(self, geometry: Geometry, pages: int = 256, observe_every: int = 4) -> None:
         self.geometry = geometry
-        self.observe_every = observe_every
+        self.observing = Observing(observe_every)
         self.data = np.zeros(pages * geometry.page_bytes, np.uint8)
         self.free = [page * geometry.page_bytes for page in reversed(range(pages))]
         self.sessions: list[LocalSession] = []
@@ -58,7 +58,7 @@ class LocalSession:
         self._pool = pool
         self.id = number
         self.geometry = pool.geometry
-        self.observe_every = pool.observe_every
+        self.observing = pool.observing
         self.horizon = self.length = self.step = 0
         codec = tierkv.quant.get("k3v2")
         self.pool = PoolView(pool.data, pool.geometry, codec, np.zeros(0, np.float32))
