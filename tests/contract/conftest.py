@@ -8,7 +8,7 @@ from tierkv import attention
 from tierkv.attention.contract import PagedAttention
 
 LONG = (
-    "for_any_rows", "joins_many_blocks", "of_many_normal_keys", "shares_a_key", "serves_more_query_heads",
+    "for_any_rows", "joins_many_blocks", "of_many_normal_keys", "more_query_heads",
     "of_every_dtype", "over_packed_pages", "of_every_form",
 )  # fmt: skip
 """Tests of very many or very long calls, and those of each codec in a form that other tests have each codec in, too."""
@@ -31,7 +31,8 @@ LONG_PARAMETERS = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Triton's interpreter takes milliseconds for a program of a kernel, so `triton` runs the shorter tests only.
+    """Triton's interpreter takes milliseconds for a program of a kernel, so `triton` runs the shorter tests only, and
+    those of cold pages, in which every call is four, count as slow.
 
     What is left out here, `tests/tierkv/test_triton_decode.py` has with fewer pages and heads.
     """
@@ -40,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name, _, parameters = item.name.partition("[")
         long = any(part in name for part in LONG)
         long |= "written" not in name and any(part in f"[{parameters}" for part in LONG_PARAMETERS)
+        if "triton" in parameters and "cold" in item.path.name:
+            item.add_marker(pytest.mark.slow)
         (left if "triton" in parameters and long else chosen).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = chosen
