@@ -11,7 +11,7 @@ they are told of it, which is after the move's fence.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,15 @@ if TYPE_CHECKING:
     from tierkv.quant.rotated_triton import RotatedPages
 
 
+MODELS = 8
+"""Codecs kept on the device, of a state's size each; one that was dropped is fetched again."""
+
+
+class _Model(NamedTuple):
+    state: Floats
+    codec: RotatedPages | KltPages
+
+
 class DeviceCarrier:
     """`Carrier` of a GPU. `pools` maps `hbm`, a `CudaPool`, and `host`; an adopted pool may join it later."""
 
@@ -46,8 +55,9 @@ class DeviceCarrier:
         self._out, self._in, self._kernels = device.stream(), device.stream(), device.stream()
         self._desks = Desks(device)
         self._tensors: dict[str, tuple[BytePool, torch.Tensor]] = {}
-        self._states: dict[tuple[Geometry, int], Floats] = {}  # by where they lie in HBM
-        self._codecs: dict[tuple[Geometry, int], RotatedPages | KltPages] = {}
+        self._models: dict[
+            tuple[Geometry, int], _Model
+        ] = {}  # by where their state lies in HBM, oldest first
 
     def warm_up(self) -> None:
         """The CPU's kernels. Those of the device depend on a model's shape: its first page waits for them."""
@@ -102,7 +112,7 @@ class DeviceCarrier:
         source = self._source(move.src_pool, move.src, exact_bytes, move.src_checksum, move.key)
         packed_bytes = self._forms.of(move.form).page_bytes(geometry)
         target = self._bytes(move.dst_pool, move.dst, packed_bytes)
-        codec = yield from self._codec(geometry, move.codec_state)
+        state, codec = yield from self._model(geometry, move.codec_state)
         exact, exact_at = self._pool("hbm"), move.src
         if move.src_pool == "host":
             exact, exact_at = desk.exact(exact_bytes), 0
@@ -125,7 +135,6 @@ class DeviceCarrier:
         done = MoveDone(move.move, checksum(target.numpy(), move.key) if move.dst_pool == "host" else 0)
         if self._forms.measures(move):
             found = yield from self._on_host(desk, source, target)
-            state = self._states[geometry, move.codec_state]
             done = done._replace(errors=self._forms.loss(move, *found, state))
         return Landed(done, move.src_pool, encoded_into(move), packed_bytes)
 
@@ -151,29 +160,23 @@ class DeviceCarrier:
                 pages.append((yield from self._read(hbm, offset, geometry.page_bytes)))
             state = self._forms.fitted(geometry, pages, move.counts)
         raw = torch.tensor(self._forms.as_bytes(geometry, state))
-        for key in [key for key in self._states if key[1] == move.dst]:  # another model's, which is gone
-            del self._states[key]
-            self._codecs.pop(key, None)
+        for key in [key for key in self._models if key[1] == move.dst]:  # another model's, which is gone
+            del self._models[key]
         self._in.copy(self._bytes(hbm, move.dst, len(raw)), raw)
         yield self._in.fence()
         return Landed(MoveDone(move.move), hbm, "codec", len(raw))
 
-    def _codec(self, geometry: Geometry, offset: int) -> Generator[Fence, None, RotatedPages | KltPages]:
-        """The low-bit codec with the state at `offset` of HBM."""
-        state = yield from self._state(geometry, offset)
-        codec = self._codecs.get((geometry, offset))
-        if codec is None:
-            codec = device_pages(self._forms.codec.name, geometry, state, self._device.name)
-            self._codecs[geometry, offset] = codec
-        return codec
-
-    def _state(self, geometry: Geometry, offset: int) -> Generator[Fence, None, Floats]:
-        """A model's state, fetched once."""
+    def _model(self, geometry: Geometry, offset: int) -> Generator[Fence, None, _Model]:
+        """The state at `offset` of HBM, fetched once, and the codec with it."""
         key = (geometry, offset)
-        if key not in self._states:
+        if key not in self._models:
             floats = self._forms.codec.state_floats(geometry)
-            self._states[key] = (yield from self._read("hbm", offset, 4 * floats)).view(np.float32)
-        return self._states[key]
+            state = (yield from self._read("hbm", offset, 4 * floats)).view(np.float32)
+            codec = device_pages(self._forms.codec.name, geometry, state, self._device.name)
+            while len(self._models) >= MODELS:
+                del self._models[next(iter(self._models))]
+            self._models[key] = _Model(state, codec)
+        return self._models[key]
 
     # Digests -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +185,7 @@ class DeviceCarrier:
         source = self._source("host", move.src, size, move.src_checksum, move.key)
         state = np.zeros(0, np.float32)
         if self._forms.state_floats(move.src_kind, move.geometry):
-            state = yield from self._state(move.geometry, move.codec_state)
+            state, _ = yield from self._model(move.geometry, move.codec_state)
         digest = torch.from_numpy(self._forms.digest(move, source.numpy(), state))
         self._in.copy(self._bytes("hbm", move.dst, len(digest)), digest)
         yield self._in.fence()

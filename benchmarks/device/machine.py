@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +38,8 @@ class Sizes:
     model_layers: int = 4
     contexts: tuple[int, ...] = (2_048, 16_384)
     decode_steps: int = 32
+    host: int = 4 << 30  # bytes, of the daemon
+    contract: tuple[str, ...] = ("-k", "triton")  # what pytest is told of the attention's contract
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,13 @@ class Machine:
     synchronize: Callable[[], None]
     sizes: Sizes
     command: tuple[str, ...]
+    attention: str = "triton"
+
+
+def memory_folder(size: int) -> tempfile.TemporaryDirectory[str]:
+    """For a host pool: in memory where that has room for it."""
+    room = os.statvfs("/dev/shm")
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if room.f_bavail * room.f_frsize > size else None)
 
 
 def cuda_machine(command: tuple[str, ...]) -> Machine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 
 from tierkv import attention
-from tierkv.benchmarks.device.machine import Machine
+from tierkv.benchmarks.device.machine import Machine, memory_folder
 from tierkv.benchmarks.device.table import Row
 
 CHILD = "daemon"
 START_SECONDS = 60.0
-HOST_BYTES = 4 << 30
 VOCABULARY = 2_048
 STEPS_COMPARED = 8
 DIFFERENCE = 0.05
@@ -28,12 +26,12 @@ MISSING = "there is no attention 'triton' yet: nothing to generate with"
 
 
 def run(machine: Machine) -> Iterator[Row]:
-    if "triton" not in attention.NAMES:
+    if machine.attention not in attention.NAMES:
         yield Row("a model generates over a daemon", f"skipped: {MISSING}")
         return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with memory_folder(machine.sizes.host) as folder:
         daemon = subprocess.Popen(
-            [*machine.command, "--child", CHILD, folder, str(hbm_bytes(machine)), str(HOST_BYTES)],
+            [*machine.command, "--child", CHILD, folder, str(hbm_bytes(machine)), str(machine.sizes.host)],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
@@ -97,7 +95,7 @@ def generate(machine: Machine, folder: Path) -> Iterator[Row]:
         for context in machine.sizes.contexts:
             prompt = torch.randint(1, VOCABULARY, (1, context), device=machine.device)
             session = attached.open(client)
-            cache = tierkv.TieredCache(session, attention="triton")
+            cache = tierkv.TieredCache(session, attention=machine.attention)
             try:
                 ours, seconds = decode(machine, model, cache, prompt)
                 theirs, peer_seconds = decode(machine, model, DynamicCache(), prompt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.benchmarks.device.kernels import LIMITS
-from tierkv.benchmarks.device.machine import Machine
+from tierkv.benchmarks.device.machine import Machine, memory_folder
 from tierkv.benchmarks.device.table import Row
 from tierkv.daemon.carriers import Move
 from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize
@@ -42,7 +41,7 @@ def run(machine: Machine) -> Iterator[Row]:
         wanted = 2 * exact + pages * packed + state
         hbm = gpu.pools.create(wanted + SPARE_BYTES)
         open_.callback(hbm.close)
-        folder = open_.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        folder = open_.enter_context(memory_folder(exact))
         host = HostPool(Path(folder), exact)
         open_.callback(host.close)
         open_.callback(gpu.pin(host.data).close)

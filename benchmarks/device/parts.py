@@ -41,7 +41,7 @@ def attention_cases(machine: Machine) -> Iterator[Row]:
 
     tests = sorted(str(file) for file in (ROOT / "tests" / "contract").glob("test_*attention*.py"))
     status = pytest.main(
-        ["-q", "-x", "-p", "no:cacheprovider", "-k", "triton", "--rootdir", str(ROOT), *tests]
+        ["-q", "-x", "-p", "no:cacheprovider", *machine.sizes.contract, "--rootdir", str(ROOT), *tests]
     )
     yield Row(what, f"pytest: {status.name if isinstance(status, pytest.ExitCode) else status}", status == 0)
 

@@ -6,12 +6,14 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests import triton_device  # noqa: F401  # skips the module where kernels cannot run
 from tests.fake_cuda import GRANULE, FakeDevice, fake_gpu
+from tierkv.daemon import device_carrier
 from tierkv.daemon.desk import DESKS
 from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize
 from tierkv.daemon.forms import Forms
@@ -107,6 +109,26 @@ def test_more_pages_than_desks_are_encoded_in_turn(world: World) -> None:
     assert world.out.launched == before + 2 * DESKS
     world.out.held = False
     assert {world.results.get(timeout=60).move for _ in range(DESKS + 3)} == set(range(DESKS + 3))
+
+
+def test_models_that_have_gone_leave_no_codec_on_the_device(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its state elsewhere. What was dropped is fetched again."""
+    made: list[int] = []
+    make = device_carrier.device_pages
+
+    def count(*args: Any) -> Any:
+        made.append(1)
+        return make(*args)
+
+    monkeypatch.setattr(device_carrier, "device_pages", count)
+    monkeypatch.setattr(device_carrier, "MODELS", 2)
+    for model in (0, 1, 1, 2, 2, 0):
+        state = STATE + model * PAGE
+        world.mover.submit(Quantize(model, GEOMETRY, state, 16, "hbm", 0, 0, "hbm", PAGE, 1))
+        assert world.results.get(timeout=60) == MoveDone(model)
+    assert len(made) == 4  # 0, 1, 2, and 0 again
 
 
 def test_a_page_from_host_is_encoded_after_it_has_arrived(world: World) -> None:
