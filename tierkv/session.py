@@ -228,10 +228,13 @@ class Session:
     def expect(self, tokens: int) -> None:
         """The next step will have so many tokens: the daemon makes room for them while this one runs. Not waited for.
 
-        What a step reads is not reused before its `end`, which asks for what could not be had until then.
+        What a step reads is not reused before its `end`, which asks for what could not be had before. Under a budget
+        of its own a session asks for nothing: low-bit pages would leave HBM to make room for two steps at a time.
         """
         with self._changed:
             self._check()
+            if self.hbm_budget:
+                return
             self._expected = tokens
             self._in_flight.reserve_ahead(self._lacking())
 

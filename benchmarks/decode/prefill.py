@@ -15,6 +15,7 @@ from tierkv.benchmarks.decode.models import Models
 from tierkv.benchmarks.decode.paged import open_session, pool_bytes
 from tierkv.benchmarks.decode.plan import Plan
 from tierkv.benchmarks.pairs import Figures, compare
+from tierkv.recall import RecallOptions
 from tierkv.study.probe import dynamic_cache, forward
 from tierkv.transformers_cache import TieredCache
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from tierkv import Client
 
 PAGED = (EXACT, QUARTER)
+DEFAULT = RecallOptions()
+AUDITED = RecallOptions(audit_every=1)
+"""For warming up: its kernels take long to compile, and a short prompt is not audited otherwise."""
 
 
 def measure(models: Models, tokens: Sequence[int], plan: Plan) -> dict[str, Figures]:
@@ -29,7 +33,7 @@ def measure(models: Models, tokens: Sequence[int], plan: Plan) -> dict[str, Figu
     hbm = pool_bytes(PAGED, models.paged.geometry(plan.pages), len(tokens), 1)
     with processes.service(hbm, 2 * hbm, plan.codec) as state_dir, tierkv.connect(state_dir) as client:
         for name in PAGED:  # kernels compile and warm up
-            _paged(models, client, plan, name, tokens[:256])
+            _paged(models, client, plan, name, tokens[:256], AUDITED)
         taken: dict[str, list[float]] = {name: [] for name in (DYNAMIC, *PAGED)}
         for _ in range(plan.prefills):
             taken[DYNAMIC].append(_seconds(lambda: _dynamic(models, tokens)))
@@ -43,9 +47,16 @@ def _dynamic(models: Models, tokens: Sequence[int]) -> None:
     forward(models.plain, dynamic_cache(models.plain), tokens)
 
 
-def _paged(models: Models, client: Client, plan: Plan, name: str, tokens: Sequence[int]) -> float:
+def _paged(
+    models: Models,
+    client: Client,
+    plan: Plan,
+    name: str,
+    tokens: Sequence[int],
+    recall: RecallOptions = DEFAULT,
+) -> float:
     session, chunk = open_session(name, models.paged, client, plan.pages, len(tokens))
-    cache = TieredCache(session, chunk_tokens=chunk)
+    cache = TieredCache(session, chunk_tokens=chunk, recall=recall)
     with torch.inference_mode():
         seconds = _seconds(lambda: forward(models.paged.model, cache, tokens))
     session.close()

@@ -167,11 +167,11 @@ def test_pages_of_the_step_that_is_expected_are_there_before_this_one_ends(world
     check(client, session, 1)
 
 
-def test_room_under_a_budget_is_made_while_the_step_runs(world: World) -> None:
-    """Eight pages, three that are written and three to come do not fit into twelve."""
-    world.service()
+def test_room_in_a_full_pool_is_made_while_the_step_runs(world: World) -> None:
+    """Eight pages, three that are written and three to come do not fit into fourteen, two of them kept."""
+    world.service(hbm=14)
     client = world.client(reserve_ahead=0)
-    session = client.open(SMALL, "m", hbm_budget=12 * PAGE)
+    session = client.open(SMALL, "m")
     step(client, session, 1, 8 * 16)
     session.begin(3 * 16)
     time.sleep(0.1)
@@ -183,6 +183,15 @@ def test_room_under_a_budget_is_made_while_the_step_runs(world: World) -> None:
     session.end()
     step(client, session, 1, 3 * 16)
     assert session.length == 14 * 16
+
+
+def test_under_a_budget_nothing_is_asked_for_ahead(world: World) -> None:
+    world.service()
+    client = world.client(reserve_ahead=0)
+    session = client.open(SMALL, "m", hbm_budget=12 * PAGE)
+    session.begin(16)
+    session.expect(16)
+    assert client.stats(session.id)["blank_pages"] == 1
 
 
 def test_pages_that_are_refused_ahead_are_nobodys_error(world: World) -> None:
