@@ -22,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv import handshake
+from tierkv.calls import Attachment, Call
 from tierkv.errors import OwnerUnavailable, PagesLost, ProtocolError, RequestError, TierKVError
 from tierkv.fence import Fence
 from tierkv.geometry import Geometry
-from tierkv.line import Attachment, Call, Line
+from tierkv.line import Line
 from tierkv.opening import make_session
 from tierkv.pool import HbmMapping, MappedPool
 from tierkv.protocol import (

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from tierkv.calls import Call
 from tierkv.errors import Backpressure, OwnerUnavailable, TierKVError, from_wire
-from tierkv.line import Call
 from tierkv.protocol import BlankPage, Commit, Failure, Observe, Reserve, Reserved, Result
 from tierkv.waiting import Excuse, failed
 

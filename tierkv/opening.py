@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
+from tierkv.calls import Call
 from tierkv.errors import Backpressure
 from tierkv.in_flight import LEAST_RETRY_SECONDS, Post
-from tierkv.line import Call
 from tierkv.protocol import Fork, Open, Result, Table, TableState
 from tierkv.waiting import failed, give, refuse, wait
 

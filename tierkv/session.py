@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tierkv.calls import Call
 from tierkv.errors import PagesLost, RequestError, TierKVError, UnknownSession
 from tierkv.fence import Fence
 from tierkv.geometry import Geometry
 from tierkv.in_flight import LEAST_RETRY_SECONDS, InFlight
 from tierkv.labels import Labels, Span
-from tierkv.line import Call
 from tierkv.opening import Opener, make_session
 from tierkv.protocol import (
     Audit,

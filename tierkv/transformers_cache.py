@@ -24,6 +24,7 @@ from tierkv.attention.contract import PagedAttention
 from tierkv.errors import GeometryMismatch
 from tierkv.markers import UNKNOWN, Markers
 from tierkv.observing import NO_PART, WHOLE_CHUNK, Observation, Part, Teller, layers_of, part_of
+from tierkv.padding import real_columns
 from tierkv.paged_step import DecodeStep, Looks, NewTokens, PagedSession, PrefillStep, Step
 from tierkv.protocol import Audit
 from tierkv.recall import Estimates, RecallMode, RecallOptions
@@ -313,7 +314,7 @@ class TieredCache(Cache):  # type: ignore[misc]
         self._settle()
         rows_before = len(self.sessions)
         self._check_batch(batch)
-        self._real = self._real_columns(batch, columns, attention_mask)
+        self._real = real_columns(batch, columns, attention_mask, self._pads, self.padded_length)
         if batch != rows_before:
             self.batch_repeat_interleave(batch // rows_before)
         self._undo = [(layer, dict(vars(layer))) for layer in self._own_layers()]
@@ -453,31 +454,6 @@ class TieredCache(Cache):  # type: ignore[misc]
         rows = len(self.sessions)
         if batch < rows or batch % rows:
             raise ValueError(f"a batch of {batch} rows does not fit a TieredCache of {rows} sessions")
-
-    def _real_columns(self, batch: int, columns: int, mask: torch.Tensor | None) -> NDArray[np.bool_] | None:
-        """`[batch, columns]`: False where a new column is padding; None when none is."""
-        if mask is None:
-            if any(self._pads):
-                raise ValueError(
-                    "the rows of this TieredCache hold padding: give the attention_mask of all columns, cached and new"
-                )
-            return None
-        if mask.ndim != 2 or mask.shape != (batch, self.padded_length + columns):
-            raise ValueError(
-                f"attention_mask is {tuple(mask.shape)}; a TieredCache that holds {self.padded_length} columns takes "
-                f"the 2-D mask of all of them and the new ones, {(batch, self.padded_length + columns)}"
-            )
-        whole = mask.numpy(force=True)
-        real = whole[:, self.padded_length :] != 0
-        if columns > 1 and self.padded_length:
-            seen = np.ones((batch, self.padded_length), bool)
-            for row in range(batch):
-                seen[row, self._pads[row * len(self._pads) // batch]] = False
-            if not np.array_equal(whole[:, : self.padded_length] != 0, seen):
-                raise ValueError(
-                    "attention_mask hides or shows cached columns otherwise than when they were written"
-                )
-        return None if real.all() else real
 
     def _select(self, order: list[int]) -> None:
         """Rows become `order` of the present ones."""

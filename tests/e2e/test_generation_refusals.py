@@ -18,6 +18,7 @@ import zmq
 import tierkv
 from tests.faults.harness import Owner, holds_nothing, until
 from tests.faults.pages import SMALL, check, step
+from tierkv.calls import Call
 from tierkv.errors import (
     BudgetTooSmall,
     GeometryMismatch,
@@ -29,7 +30,6 @@ from tierkv.errors import (
     UnknownSession,
 )
 from tierkv.geometry import Geometry
-from tierkv.line import Call
 from tierkv.protocol import REQUEST_SOCKET, Commit, Crop, Failure, Operation, Pin, Ping, Request, Reserve
 
 PAGE = SMALL.page_bytes

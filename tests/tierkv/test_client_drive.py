@@ -14,10 +14,10 @@ import pytest
 
 import tierkv
 from tests.faults.pages import SMALL, check, step
+from tierkv.calls import RESEND_SECONDS
 from tierkv.daemon.brain import Brain, BrainConfig
 from tierkv.daemon.service import Service, ServiceConfig
 from tierkv.errors import OwnerUnavailable
-from tierkv.line import RESEND_SECONDS
 
 MEMORY = 256 * SMALL.page_bytes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
+from tierkv.calls import Call
 from tierkv.errors import OutOfCapacity, OwnerUnavailable
 from tierkv.in_flight import UNTOLD_RETRY_SECONDS, InFlight
-from tierkv.line import Call
 from tierkv.protocol import BlankPage, Failure, Reserve, Reserved
 
 
