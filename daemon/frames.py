@@ -62,7 +62,7 @@ class Frames:
         no page can become low-bit any more (`kept=0`).
         """
         state, model = self._state, session.model
-        if self._pressure.budget_room(session) < count * model.exact.frame:
+        if self._pressure.budgets.room(session) < count * model.exact.frame:
             return []
         kept = self._pressure.kept_frames(model) if kept is None else kept
         if state.hbm.free_frames(model.exact.frame) < count + kept:

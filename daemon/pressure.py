@@ -22,6 +22,7 @@ from typing import Literal
 
 import numpy as np
 
+from tierkv.daemon.budgets import DOWN, Budgets
 from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import Goal, Guard, Ladder, Reason
 from tierkv.daemon.scoring import Scores, Slots
@@ -32,9 +33,6 @@ from tierkv.table import NOWHERE, Kind
 FIT_PAGES = 64
 """Pages that a codec state is fitted from at most: 1,024 tokens."""
 
-DOWN = {Goal.MIDDLE: Kind.MIDDLE, Goal.QUANTIZED: Kind.QUANTIZED}
-"""Goals of pages that stay in HBM in another form, and that form."""
-
 DEMAND_SECONDS = 1.0
 """How long a reservation that did not fit keeps asking for room on its own."""
 
@@ -44,6 +42,7 @@ class Pressure:
         self._state = state
         self._moves = moves
         self._scores = scores
+        self.budgets = Budgets(state)
         self._demands: dict[int, tuple[Model, int, float]] = {}  # session -> model, bytes, until
         self._emptying: dict[int, tuple[Model, Kind]] = {}  # frame of packed pages -> model, form
         self.asked_at = -np.inf
@@ -143,37 +142,10 @@ class Pressure:
         )
         return int(np.count_nonzero(moving)) + retiring >= state.hbm.items_used(size_class, frame)
 
-    def budget_room(self, session: Session) -> int:
-        """Bytes that the session may still reserve under its own budget (a large number without one)."""
-        budget = session.options.hbm_budget
-        if not budget:
-            return 1 << 62
-        model = session.model
-        # For a page in transit.
-        packed = (model.middle or model.quant).item
-        spare = packed + model.digest.item if session.ladder is Ladder.TIERED else 0
-        return budget - spare - self._state.hbm_bytes_of(session)
-
-    def may_encode(self, slot: int, form: Kind = Kind.QUANTIZED) -> bool:
-        """Whether a session's budget leaves room for a packed replica beside the one that it will replace."""
-        session = self._state.sessions[int(self._state.pages.owner[slot])]
-        budget = session.options.hbm_budget
-        return not budget or budget - self._state.hbm_bytes_of(session) >= session.model.form(form).item
-
     def _over_budget(self, session: Session) -> int:
         """Bytes the session must give back, beyond what is already on its way."""
         wanted = self._demands[session.id][1] if session.id in self._demands else 0
-        slots, pages, model = session.pages.view, self._state.pages, session.model
-        coming = session.retiring_bytes
-        for form in model.forms:
-            own = slots[pages.kind[slots] == form]
-            coming += int((pages.goal[own] == Goal.HOST).sum()) * model.form(form).item
-            for goal, lower in DOWN.items():
-                going = own[pages.goal[own] == goal]
-                if lower in model.forms and lower is not form:
-                    coming += len(going) * (model.form(form).item - model.form(lower).item)
-                    coming += int(pages.coming[going].sum())
-        return wanted - self.budget_room(session) - coming
+        return self.budgets.lacking(session, wanted)
 
     # Making room ---------------------------------------------------------------------------------------------
 
@@ -215,7 +187,7 @@ class Pressure:
                     return 0  # wait for it: nothing has to leave HBM meanwhile
                 if model.middle is None:
                     continue
-            if not self.may_encode(slot):
+            if not self.budgets.may_encode(slot):
                 continue
             free = state.hbm.free_bytes
             if not self._down(slot, model):
@@ -226,7 +198,7 @@ class Pressure:
 
     def _down(self, slot: int, model: Model) -> bool:
         """An exact page goes one rung down, or two where the middle one has no room and no page of it can make some."""
-        if model.middle is not None and self.may_encode(slot, Kind.MIDDLE):
+        if model.middle is not None and self.budgets.may_encode(slot, Kind.MIDDLE):
             if self._moves.demote(slot, Goal.MIDDLE, "pressure"):
                 return True
             if self._moves.has_exact_copy(slot) and self._leaving_middle(model):
@@ -256,7 +228,7 @@ class Pressure:
         for slot in self._scores.coldest_first(self._softest(among, model)):
             if sent >= wanted or self._moves.full():
                 return sent
-            if self.may_encode(slot):
+            if self.budgets.may_encode(slot):
                 if not self._moves.demote(slot, Goal.QUANTIZED, reason):
                     return sent
                 sent += 1
@@ -404,6 +376,10 @@ class Pressure:
             left = self.quantize_or_drop(own, frames, guard) // model.exact.frame * saved
             frames = -(-left // model.exact.item) * model.exact.frame if left > 0 else 0
             left -= self._send_out_refused(own, frames, "budget") // model.exact.frame * model.exact.item
+            if left > 0 and self.budgets.may_pack(own, guard):
+                if self.budgets.coming_down(session):
+                    return  # there will be room to pack more: no page leaves HBM for want of that
+                left = min(left, packed)
             if left > 0 and model.middle is not None:
                 step = model.middle.item - model.quant.item
                 left -= self._out_of_middle(own, model, -(-left // step), "budget") * step
@@ -419,6 +395,12 @@ class Pressure:
             if left <= 0 or moves.flying or self._state.retirements:
                 return
             missing = left
+
+    def make_budget_room(self, session: Session) -> None:
+        """Begin to pack an exact page for cold ones that the session's own budget keeps away."""
+        if not self.budgets.coming_down(session):
+            frame = session.model.exact.frame
+            self.quantize_or_drop(session.pages.view.copy(), frame, Guard.ATTENDABLE)
 
     def _apply_thresholds(self) -> None:
         """`demotion = "eager"`: below a threshold the faster replica goes at once (what the paper describes)."""
@@ -446,7 +428,7 @@ class Pressure:
                 model = state.model_of(slot)
                 if goal is Goal.QUANTIZED and not model.ready:
                     self.fit(model)
-                elif goal in DOWN and not self.may_encode(slot, DOWN[goal]):
+                elif goal in DOWN and not self.budgets.may_encode(slot, DOWN[goal]):
                     continue
                 elif moves.full() or not moves.demote(slot, goal, "threshold"):
                     break

@@ -79,12 +79,13 @@ class Promotion:
         state, pages, moves = self._state, self._state.pages, self._moves
         if state.now - self._pressure.asked_at < CALM_SECONDS:
             return
-        spent: set[int] = set()  # sessions without room under their budget: each has many cold pages
+        spent: set[int] = set()  # sessions without room under their own budget: each has many cold pages
         for slot in cold[np.lexsort((-pages.score[cold], -pages.mass[cold]))].tolist():
             model, owner = state.model_of(slot), int(pages.owner[slot])
             if owner in spent:
                 continue
-            if self._pressure.budget_room(state.sessions[owner]) < 2 * model.exact.item:
+            if self._pressure.budgets.room(state.sessions[owner]) < 2 * model.exact.item:
+                self._pressure.make_budget_room(state.sessions[owner])
                 spent.add(owner)
                 continue
             if moves.full():
@@ -125,7 +126,7 @@ class Promotion:
             frame = self._state.model_of(slot).exact.frame
             if spare < frame or self._moves.full():
                 break
-            if self._pressure.budget_room(self._state.sessions[int(self._state.pages.owner[slot])]) < frame:
+            if self._pressure.budgets.room(self._state.sessions[int(self._state.pages.owner[slot])]) < frame:
                 continue
             if self._moves.promote(slot, Goal.EXACT, reason):
                 spare -= frame
@@ -153,7 +154,7 @@ class Promotion:
         for slot in self._scores.coldest_first(soon):
             model = state.model_of(slot)
             spare -= model.form(form).item
-            if not self._pressure.may_encode(slot, form):
+            if not self._pressure.budgets.may_encode(slot, form):
                 continue
             if spare < model.exact.frame or self._moves.full() or not self._moves.launch.encode(slot, form):
                 break

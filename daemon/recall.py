@@ -162,7 +162,7 @@ class Recall:
     def _start(self, session: Session, slot: int) -> bool:
         """Begin to bring a page back, if there is a slot for it."""
         state, model = self._state, self._state.model_of(slot)
-        if self._pressure.budget_room(session) < model.quant.item:
+        if self._pressure.budgets.room(session) < model.quant.item:
             return False
         spare = state.hbm.free_frames(model.exact.frame) - self._pressure.kept_frames(model)
         if not state.hbm.free_items(model.quant) and spare < 1:
@@ -173,7 +173,7 @@ class Recall:
         """Low-bit pages with less mass leave for `lacking` wanted ones. True if any room is on its way."""
         state, pages = self._state, self._state.pages
         model = state.model_of(slot)
-        budgeted = self._pressure.budget_room(session) < model.quant.item
+        budgeted = self._pressure.budgets.room(session) < model.quant.item
         coming = self._slots_coming(session, budgeted)
         if coming >= lacking:
             return True

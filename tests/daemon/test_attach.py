@@ -25,6 +25,7 @@ from tierkv.protocol import (
     Attach,
     Attached,
     GeometryFields,
+    Observing,
     SessionOptions,
     SessionState,
     TableState,
@@ -108,7 +109,16 @@ def test_a_worker_gets_both_pools_and_the_daemons_terms(world: World) -> None:
     _service, brain = world.start(epoch=4, hbm=HBM + 5)
     worker = Worker_(world.folder, "a")
     assert worker.reply == Attached(
-        PROTOCOL_VERSION, 4, f"ipc://{world.folder}/requests.sock", HBM, HOST, "k3v2", 16, False, 4, 0.5
+        PROTOCOL_VERSION,
+        4,
+        f"ipc://{world.folder}/requests.sock",
+        HBM,
+        HOST,
+        "k3v2",
+        16,
+        False,
+        Observing(),
+        0.5,
     )
     assert os.fstat(worker.hbm).st_size == HBM and os.fstat(worker.host).st_size == HOST
     os.pwrite(worker.hbm, b"x", 0)
