@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tierkv.errors import ConfigError, ProtocolError
+from tierkv.errors import ProtocolError
 from tierkv.fence import Fence
 
 if TYPE_CHECKING:  # seconds, which a worker without a GPU need not pay
@@ -117,26 +117,3 @@ def codec_state(
     if offset < 0 or floats == 0:
         return np.zeros(0, np.float32)
     return read(offset, 4 * floats).view(np.float32)
-
-
-def require_attention(name: str, on_device: bool, interpreted: bool = False) -> None:
-    """Refuse an attention that cannot read the daemon's pool.
-
-    Args:
-        name: of the implementation.
-        on_device: the pool is memory of a GPU.
-        interpreted: kernels for a GPU run on the CPU.
-
-    Raises:
-        ConfigError: says which one can.
-    """
-    if on_device and name != "triton":
-        raise ConfigError(
-            f"attention {name!r} reads this machine's memory, and the daemon's HBM is on a GPU: "
-            'take attention="triton", or a daemon with device = "cpu"'
-        )
-    if not on_device and name == "triton" and not interpreted:
-        raise ConfigError(
-            "attention 'triton' reads a GPU's memory, and the daemon's HBM is this machine's: "
-            'take attention="cpu", or a daemon with device = "cuda:0"'
-        )

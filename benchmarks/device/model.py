@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tierkv import attention
 from tierkv.benchmarks.device.machine import Machine, memory_folder
 from tierkv.benchmarks.device.table import Row
 
@@ -22,13 +21,8 @@ STEPS_COMPARED = 8
 DIFFERENCE = 0.05
 """Of the largest logit: bfloat16 has 8 bits, and both sides round at each of a few layers."""
 
-MISSING = "there is no attention 'triton' yet: nothing to generate with"
-
 
 def run(machine: Machine) -> Iterator[Row]:
-    if machine.attention not in attention.NAMES:
-        yield Row("a model generates over a daemon", f"skipped: {MISSING}")
-        return
     with memory_folder(machine.sizes.host) as folder:
         daemon = subprocess.Popen(
             [*machine.command, "--child", CHILD, folder, str(hbm_bytes(machine)), str(machine.sizes.host)],

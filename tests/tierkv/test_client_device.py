@@ -22,7 +22,6 @@ from tierkv import Client, Geometry, Session, handshake
 from tierkv.daemon import events
 from tierkv.daemon.service import Service
 from tierkv.errors import ConfigError, TierKVError
-from tierkv.pool import require_attention
 from tierkv.protocol import PROTOCOL_VERSION, Attach, Plan
 from tierkv.quant import get
 from tierkv.table import Kind
@@ -303,13 +302,3 @@ def test_what_kernels_do_not_serve_is_refused_at_the_start(world: World, gpus: G
             world.service(hbm=POOL, gpu=fake_gpu(gpus.daemon), **settings)
     with pytest.raises(ConfigError, match="less than one allocation of this GPU"):
         world.service(hbm=POOL // 2, gpu=fake_gpu(gpus.daemon))
-
-
-def test_an_attention_that_cannot_read_the_pool_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'cpu'.*is on a GPU.*attention=\"triton\""):
-        require_attention("cpu", on_device=True)
-    with pytest.raises(ConfigError, match=r"'triton'.*is this machine's.*attention=\"cpu\""):
-        require_attention("triton", on_device=False)
-    require_attention("triton", on_device=True)
-    require_attention("cpu", on_device=False)
-    require_attention("triton", on_device=False, interpreted=True)
