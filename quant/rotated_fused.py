@@ -14,6 +14,7 @@ from tierkv.quant.floats import load_float
 from tierkv.quant.lloyd import GAINS
 from tierkv.quant.rotated_layout import block_offset, key_octets, scale_offset
 from tierkv.quant.rotation import apply_signs, hadamard
+from tierkv.quant.tile_products import LIMIT, key_tile, value_tile
 from tierkv.quant.tiles import (
     LANES,
     TERMS,
@@ -50,6 +51,13 @@ def prepare_query(
         hadamard(out_q[g])
 
 
+@kernel()
+def load_gains(page: Bytes, start: int, top: np.float32, tokens: int, gains: Floats) -> None:
+    """Of the tokens whose gain codes begin at byte `start`; `top` is the largest."""
+    for token in range(tokens):
+        gains[token] = top * GAINS[page[start + token]]
+
+
 @kernel(fastmath=True)
 def page_logits(
     page: Bytes, layer: int, head: int, num_layers: int, num_heads: int, page_tokens: int, head_dim: int,
@@ -58,15 +66,17 @@ def page_logits(
     """`out[:, :count]` = unscaled products of the prepared queries with the page's keys."""
     block = block_offset(layer, 0, head, num_layers, num_heads, page_tokens, head_dim, key_bits)
     top = load_float(page, scale_offset(layer, 0, head, num_heads))
-    tile, sums, padded = stack_floats(128), stack_floats(256), stack_bytes(48)
+    tile, sums, gains, padded = stack_floats(128), stack_floats(256), stack_floats(16), stack_bytes(48)
     groups = query.shape[0]
     for first in range(0, count, LANES):
-        sums[: groups * LANES] = _ZERO
         lanes = min(LANES, page_tokens - first)
         low, signs = key_octets(block, page_tokens, head_dim, key_bits, first)
-        for octet in range(head_dim // TERMS):
-            # Not a helper: in this loop, handing arrays to a function costs as much as its work.
-            if lanes < LANES:
+        if lanes == LANES:
+            key_tile(key_bits, page, low, signs, page_tokens, query, sums)
+        else:
+            sums[: groups * LANES] = _ZERO
+            for octet in range(head_dim // TERMS):
+                # Not a helper: in this loop, handing arrays to a function costs as much as its work.
                 for lane in range(lanes):
                     padded[lane] = page[low + lane]
                     padded[LANES + lane] = page[low + page_tokens + lane]
@@ -76,19 +86,16 @@ def page_logits(
                 else:
                     unpack_levels_4(padded, 0, tile, 0, 1)
                     unpack_levels_4(padded, LANES, tile, 4, 1)
-            elif key_bits == 3:
-                unpack_levels_8(page, low, low + page_tokens, signs, tile)
-            else:
-                unpack_levels_4(page, low, tile, 0, 1)
-                unpack_levels_4(page, low + page_tokens, tile, 4, 1)
-            low += 2 * page_tokens
-            signs += page_tokens
-            for g in range(groups):
-                add_rows(tile, 0, query, g * head_dim + TERMS * octet, sums, g * LANES)
-        for token in range(first, min(first + LANES, count)):
-            gain = top * GAINS[page[block + token]]
-            for g in range(groups):
-                out[g, token] = bias[g] + gain * sums[g * LANES + token - first]
+                low += 2 * page_tokens
+                signs += page_tokens
+                for g in range(groups):
+                    add_rows(tile, 0, query, g * head_dim + TERMS * octet, sums, g * LANES)
+        tokens = min(LANES, count - first)
+        load_gains(page, block + first, top, tokens, gains)
+        for g in range(groups):
+            mine, added = out[g, first : first + tokens], sums[g * LANES : g * LANES + tokens]
+            for token in range(tokens):
+                mine[token] = bias[g] + gains[token] * added[token]
 
 
 @kernel(fastmath=True)
@@ -101,37 +108,29 @@ def page_values(
     codes = block + page_tokens
     quarter = head_dim // 4
     top = load_float(page, scale_offset(layer, 1, head, num_heads))
-    tile, factors, sums, padded = stack_floats(512), stack_floats(128), stack_floats(16), stack_bytes(16)
+    factors, gains, levels, padded = stack_floats(1024), stack_floats(64), stack_floats(64), stack_bytes(16)
     groups = acc.shape[0]
-    for token in range(0, count, TERMS):
-        terms = min(TERMS, count - token)
-        if terms < TERMS:
-            factors[:] = _ZERO
-            tile[:] = _ZERO
-        for term in range(terms):
-            gain = top * GAINS[page[block + token + term]]
-            for g in range(groups):
-                factors[g * TERMS + term] = weights[g, token + term] * gain
-        for byte in range(0, quarter, LANES):
-            start = codes + token * quarter + byte
-            lanes = min(LANES, quarter - byte)
-            for term in range(terms):
-                if lanes == LANES:
-                    unpack_levels_4(page, start + term * quarter, tile, term, TERMS)
-                else:
-                    for lane in range(lanes):
-                        padded[lane] = page[start + term * quarter + lane]
-                    unpack_levels_4(padded, 0, tile, term, TERMS)
-            for part in range(4):
-                channel = part * quarter + byte
+    for first in range(0, count, LIMIT):
+        tokens = min(LIMIT, count - first)
+        start = codes + first * quarter
+        load_gains(page, block + first, top, tokens, gains)
+        for g in range(groups):
+            mine, given = factors[g * LIMIT : g * LIMIT + tokens], weights[g, first : first + tokens]
+            for token in range(tokens):
+                mine[token] = given[token] * gains[token]
+        for byte in range(0, quarter - quarter % LANES, LANES):
+            value_tile(page, start, byte, tokens, factors, acc)
+        if quarter % LANES > 0:
+            byte = quarter - quarter % LANES
+            for token in range(tokens):
+                for lane in range(quarter - byte):
+                    padded[lane] = page[start + token * quarter + byte + lane]
+                unpack_levels_4(padded, 0, levels, 0, 1)
                 for g in range(groups):
-                    if lanes == LANES:
-                        add_rows(tile, part * TERMS, factors, g * TERMS, acc, g * head_dim + channel)
-                    else:
-                        sums[:] = _ZERO
-                        add_rows(tile, part * TERMS, factors, g * TERMS, sums, 0)
-                        for lane in range(lanes):
-                            acc[g, channel + lane] += sums[lane]
+                    factor = factors[g * LIMIT + token]
+                    for part in range(4):
+                        for lane in range(quarter - byte):
+                            acc[g, part * quarter + byte + lane] += factor * levels[part * LANES + lane]
 
 
 @kernel(fastmath=True)

@@ -10,15 +10,22 @@ All arrays must be C-contiguous; nothing is bounds checked. Tiles live on the st
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numba
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from tierkv.quant.lloyd import LEVELS_4, LEVELS_8
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
 
 LANES = 16
 """Values a tile row."""
@@ -45,7 +52,7 @@ def pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any)
     return builder.gep(data, [index])
 
 
-def _load_bytes(builder: Any, place: Any) -> Any:
+def load_bytes(builder: Any, place: Any) -> Any:
     """16 bytes as 32-bit words."""
     return builder.zext(builder.load(builder.bitcast(place, _BYTES.as_pointer()), align=1), _WORDS)
 
@@ -81,6 +88,51 @@ def is_vector_of(array: Any, dtype: Any) -> bool:
     return isinstance(array, types.Array) and array.dtype == dtype
 
 
+def _permutes() -> bool:
+    """Whether the machine that kernels are compiled for looks 16 values up in one instruction."""
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        return False
+    return bool(get_host_cpu_features().get("avx512f"))
+
+
+PERMUTES = _permutes()
+
+
+def lookup(builder: Any, table: Iterable[float], words: Any, position: int) -> Any:
+    """The entry of `table` (of four) that the two bits of each word from bit `position` on name, as float32.
+
+    With AVX-512 one shift and one permutation of a table that repeats, so that nothing has to be masked: two
+    instructions beside five, and the ports that they take are what these kernels wait for.
+    """
+    if PERMUTES:
+        kind = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS])
+        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+        places = builder.lshr(words, all_lanes(_WORDS, position))
+        return builder.call(permute, [ir.Constant(_FLOATS, list(table) * (LANES // 4)), places])
+    low_bit, high_bit = _bit(builder, words, position), _bit(builder, words, position + 1)
+    levels = [_level(level) for level in table]
+    outer = builder.select(low_bit, levels[3], levels[2])
+    inner = builder.select(low_bit, levels[1], levels[0])
+    return builder.bitcast(builder.select(high_bit, outer, inner), _FLOATS)
+
+
+def levels_8(builder: Any, pairs: Sequence[Any], negative: Any) -> Iterator[Any]:
+    """Rows 0..7 of k3v2 keys: magnitudes of rows 0..3 in the first words, of rows 4..7 in the second, and signs."""
+    for row in range(TERMS):
+        magnitude = lookup(builder, LEVELS_8, pairs[row // 4], 2 * (row % 4))
+        yield _with_sign(builder, builder.bitcast(magnitude, _WORDS), negative, row)
+
+
+def multiply_add(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """`a * b + total`, rounded once where the machine can."""
+    return builder.fadd(builder.fmul(a, b, flags=_MAY_FUSE), total, flags=_MAY_FUSE)
+
+
+def zeros(builder: Any, count: int) -> list[Any]:
+    """Vectors of zeros on the stack, which LLVM turns into registers."""
+    return [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * LANES)) for _ in range(count)]
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def unpack_levels_8(typingctx: Any, data: Any, low: Any, high: Any, signs: Any, tile: Any) -> Any:
     """Tile rows 0..7 from k3v2 key bytes at `low` (magnitudes of rows 0..3), `high` (rows 4..7) and `signs`."""
@@ -88,15 +140,9 @@ def unpack_levels_8(typingctx: Any, data: Any, low: Any, high: Any, signs: Any, 
         return None
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pairs = [_load_bytes(builder, pointer(context, builder, data, args[0], args[i])) for i in (1, 2)]
-        negative = _load_bytes(builder, pointer(context, builder, data, args[0], args[3]))
-        levels = [_level(level) for level in LEVELS_8]
-        for row in range(8):
-            words, position = pairs[row // 4], 2 * (row % 4)
-            low_bit, high_bit = _bit(builder, words, position), _bit(builder, words, position + 1)
-            outer = builder.select(low_bit, levels[3], levels[2])
-            inner = builder.select(low_bit, levels[1], levels[0])
-            value = _with_sign(builder, builder.select(high_bit, outer, inner), negative, row)
+        pairs = [load_bytes(builder, pointer(context, builder, data, args[0], args[i])) for i in (1, 2)]
+        negative = load_bytes(builder, pointer(context, builder, data, args[0], args[3]))
+        for row, value in enumerate(levels_8(builder, pairs, negative)):
             place = pointer(context, builder, tile, args[4], ir.Constant(args[1].type, row * LANES))
             store_floats(builder, place, value)
         return context.get_dummy_value()
@@ -112,7 +158,7 @@ def _unpacker(name: str, doc: str, emit_value: Any) -> Any:
             return None
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            words = _load_bytes(builder, pointer(context, builder, data, args[0], args[1]))
+            words = load_bytes(builder, pointer(context, builder, data, args[0], args[1]))
             lanes = ir.Constant(args[1].type, LANES)
             index = builder.mul(args[3], lanes)
             for part in range(4):
@@ -128,9 +174,10 @@ def _unpacker(name: str, doc: str, emit_value: Any) -> Any:
     return intrinsic(typer)
 
 
-def _level_4(builder: Any, words: Any, position: int) -> Any:
-    near, far = (_level(level) for level in LEVELS_4)
-    return _with_sign(builder, builder.select(_bit(builder, words, position), far, near), words, position + 1)
+def level_4(builder: Any, words: Any, position: int) -> Any:
+    """Of the 2-bit code at bit `position` of each word: magnitude in the lower bit, sign in the upper."""
+    near, far = LEVELS_4
+    return lookup(builder, (near, far, -near, -far), words, position)
 
 
 def _integer(builder: Any, words: Any, position: int) -> Any:
@@ -138,7 +185,7 @@ def _integer(builder: Any, words: Any, position: int) -> Any:
     return builder.uitofp(builder.and_(moved, all_lanes(_WORDS, 3)), _FLOATS)
 
 
-unpack_levels_4 = _unpacker("unpack_levels_4", "k3v2 value codes as levels.", _level_4)
+unpack_levels_4 = _unpacker("unpack_levels_4", "k3v2 value codes as levels.", level_4)
 unpack_integers = _unpacker("unpack_integers", "2-bit codes as 0.0 .. 3.0.", _integer)
 
 
@@ -193,6 +240,25 @@ def largest(typingctx: Any, values: Any, steps: Any) -> Any:
         return builder.extract_element(builder.load(top), ir.Constant(_I32, 0))
 
     return types.float32(values, types.intp), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def borrowed(typingctx: Any, array: Any) -> Any:
+    """The same array without a count of its references: slicing it costs nothing.
+
+    Threads that slice one array pass the line of its count to and fro, which takes longer than a page's arithmetic. The
+    caller of the kernel holds the array; it must not be returned or stored.
+    """
+    if not isinstance(array, types.Array):
+        return None
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        view = context.make_array(array)(context, builder, args[0])
+        view.meminfo = cgutils.get_null_value(view.meminfo.type)
+        view.parent = cgutils.get_null_value(view.parent.type)
+        return view._getvalue()
+
+    return array(array), emit
 
 
 def _stack(dtype: Any, scalar: Any, item_bytes: int, name: str) -> Any:

@@ -49,6 +49,7 @@ from tierkv.attention.online_softmax import (
 )
 from tierkv.numba_setup import SHARED_WORK, kernel
 from tierkv.quant.fused import finish_values, page_logits, page_values, prepare_query
+from tierkv.quant.tiles import borrowed
 from tierkv.table import Kind
 
 Bytes = NDArray[np.uint8]
@@ -73,6 +74,10 @@ def attend_segment(
     page_tops: Floats, page_totals: Floats, kept: Floats,
 ) -> None:  # fmt: skip
     """Pages `[first, last)` of one row and KV head, for its `group` query heads; `has_low` is `[1]`."""
+    query, packed, state, kept = borrowed(query), borrowed(packed), borrowed(state), borrowed(kept)
+    page_rows, weights = borrowed(page_rows), borrowed(weights)
+    low_query, low_bias = borrowed(low_query), borrowed(low_bias)
+    exact_sum, low_sum = borrowed(exact_sum), borrowed(low_sum)
     group, dim = query.shape
     page_tokens, width = page_rows.shape[1], weights.shape[1]
     keys_at = (layer * 2 * kv_heads + head) * page_tokens * dim

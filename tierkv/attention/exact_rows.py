@@ -20,7 +20,16 @@ from numba.extending import intrinsic
 from tierkv.attention.online_softmax import ZERO, Floats, Words
 from tierkv.numba_setup import kernel
 from tierkv.quant.floats import widen
-from tierkv.quant.tiles import LANES, broadcast, is_vector_of, load_floats, pointer, store_floats
+from tierkv.quant.tiles import (
+    LANES,
+    broadcast,
+    is_vector_of,
+    load_floats,
+    multiply_add,
+    pointer,
+    store_floats,
+    zeros,
+)
 
 TOKENS = 4
 """Keys multiplied at once: their sums are added across lanes together."""
@@ -34,7 +43,6 @@ _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _SHORTS, _WORDS, _FLOATS = (ir.VectorType(scalar, LANES) for scalar in (_I16, _I32, _F32))
 _QUAD = ir.VectorType(_F32, TOKENS)
-_MAY_FUSE = ("contract",)
 
 
 # Pieces of IR ---------------------------------------------------------------------------------------------------
@@ -50,18 +58,6 @@ def _load_words(builder: Any, place: Any, bits: int, is_bfloat16: bool) -> Any:
             builder.shl(builder.zext(words, _WORDS), ir.Constant(_WORDS, [16] * LANES)), _FLOATS
         )
     return builder.fpext(builder.load(builder.bitcast(place, _HALVES.as_pointer()), align=2), _FLOATS)
-
-
-def _multiply_add(builder: Any, a: Any, b: Any, total: Any) -> Any:
-    return builder.fadd(builder.fmul(a, b, flags=_MAY_FUSE), total, flags=_MAY_FUSE)
-
-
-def _zeros(builder: Any, count: int) -> list[Any]:
-    """Places on the stack, which LLVM turns into registers."""
-    places = [cgutils.alloca_once(builder, _FLOATS) for _ in range(count)]
-    for place in places:
-        builder.store(ir.Constant(_FLOATS, [0.0] * LANES), place)
-    return places
 
 
 def _shuffle(builder: Any, a: Any, b: Any, mask: list[int]) -> Any:
@@ -137,7 +133,7 @@ def _dots(tokens: int, heads: int) -> Any:
                 )
                 for h in range(heads)
             ]
-            totals = _zeros(builder, tokens * heads)
+            totals = zeros(builder, tokens * heads)
             steps = builder.udiv(dim, dim.type(LANES))
 
             def along(as_bfloat16: bool) -> None:
@@ -151,7 +147,7 @@ def _dots(tokens: int, heads: int) -> Any:
                         factor = load_floats(builder, builder.gep(place, [channel]))
                         for k, row in enumerate(rows):
                             total = totals[h * tokens + k]
-                            builder.store(_multiply_add(builder, row, factor, builder.load(total)), total)
+                            builder.store(multiply_add(builder, row, factor, builder.load(total)), total)
 
             _for_either_half(builder, words, flag, along)
             for h in range(heads):
@@ -238,7 +234,7 @@ def _weighted(chunks: int, heads: int) -> Any:
                         factor = broadcast(builder, builder.load(builder.gep(place, [loop.index])))
                         for c, value in enumerate(values):
                             kept = totals[h * chunks + c]
-                            builder.store(_multiply_add(builder, value, factor, builder.load(kept)), kept)
+                            builder.store(multiply_add(builder, value, factor, builder.load(kept)), kept)
 
             _for_either_half(builder, words, flag, along)
             for place, kept in zip(places, totals, strict=True):
