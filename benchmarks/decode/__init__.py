@@ -11,8 +11,6 @@ weights (SmolLM2-135M, float32):
 and at batch 1 also
 
 - `tierkv-k1`, `tierkv-k8`, `tierkv-unobserved`: as `tierkv-exact`, observing every step, every eighth, none
-- `tierkv-25-packed`: as `tierkv-25`, the prompt pinned attendable: as far as the pins' quota goes its pages are low-bit
-  in HBM, and not exact in host memory
 - `tierkv-20`: as `tierkv-25` with a fifth, which is less than `hqq2` holds
 - `tierkv-fixed`: a budget of 512 exact tokens, whatever the context
 
@@ -53,8 +51,8 @@ ARMS = (EXACT, QUARTER, DYNAMIC, "eager", "hqq2", "quanto2", "offloaded")
 """Arms of `out/decode.json`."""
 
 OBSERVED, UNOBSERVED = {"tierkv-k1": 1, "tierkv-k8": 8}, "tierkv-unobserved"
-FIXED, PACKED, FIFTH = "tierkv-fixed", "tierkv-25-packed", "tierkv-20"
-MORE = (*OBSERVED, UNOBSERVED, PACKED, FIFTH, FIXED)
+FIXED, FIFTH = "tierkv-fixed", "tierkv-20"
+MORE = (*OBSERVED, UNOBSERVED, FIFTH, FIXED)
 """Arms of `out/decode-run.json`."""
 
 BASE = 64

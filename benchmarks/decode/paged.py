@@ -10,17 +10,16 @@ import torch
 
 import tierkv.attention
 from tierkv import Client, Session
-from tierkv.benchmarks.decode import AT_BASE, FIFTH, FIXED, OBSERVED, PACKED, QUARTER, UNOBSERVED
+from tierkv.benchmarks.decode import AT_BASE, FIFTH, FIXED, OBSERVED, QUARTER, UNOBSERVED
 from tierkv.benchmarks.decode.arm import Arm, Dense, Held
 from tierkv.benchmarks.decode.plan import WARM_UP
 from tierkv.benchmarks.decode.watch import STEP, Span, Watch
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.model import AttachedModel
-from tierkv.regions import Region
 from tierkv.table import Kind
 from tierkv.transformers_cache import CHUNK_TOKENS, TieredCache
 
-BUDGET_SHARE = {QUARTER: 4, PACKED: 4, FIFTH: 5}
+BUDGET_SHARE = {QUARTER: 4, FIFTH: 5}
 """An arm holds one part in so many of its exact bytes."""
 
 FIXED_TOKENS = 512
@@ -59,8 +58,7 @@ def open_session(
     """A session as the arm wants it for so many tokens, and how many of them a forward takes."""
     geometry = model.geometry(pages, client.page_tokens)
     budget = budget_of(name, geometry, tokens)
-    pins = {Region.USER.label: "attendable"} if name == PACKED else None
-    session = model.open(client, pages, ladder="tiered" if budget else "exact", hbm_budget=budget, pins=pins)
+    session = model.open(client, pages, ladder="tiered" if budget else "exact", hbm_budget=budget)
     if every := {**OBSERVED, UNOBSERVED: NEVER}.get(name):
         session.observing = session.observing._replace(every=every)
     if not budget:

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from tierkv.benchmarks.decode import DYNAMIC, EXACT, FIFTH, FIXED, OBSERVED, PACKED, QUARTER, UNOBSERVED
+from tierkv.benchmarks.decode import DYNAMIC, EXACT, FIFTH, FIXED, OBSERVED, QUARTER, UNOBSERVED
 from tierkv.benchmarks.decode.records import Record, Run
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def _parts(records: Sequence[Record], run: Run) -> Iterator[Table | str]:
     if any(UNOBSERVED in one.ratio_to for one in observed):
         yield _observed(observed)
     quarter = [one for one in records if one.arm == QUARTER and one.batch == 1]
-    budgets = [*quarter, *(one for one in run.more if one.arm in (PACKED, FIFTH, FIXED))]
+    budgets = [*quarter, *(one for one in run.more if one.arm in (FIFTH, FIXED))]
     if budgets:
         yield _budgets(sorted(budgets, key=lambda one: one.arm))
     if run.prefill is not None:
@@ -94,7 +94,7 @@ def _observed(records: Sequence[Record]) -> Table:
 
 def _budgets(records: Sequence[Record]) -> Table:
     table = _table(
-        "Under a budget: a fifth, a quarter, the same with the prompt pinned attendable, 512 tokens throughout",
+        "Under a budget: a fifth, a quarter, 512 tokens throughout",
         "context", "arm", "ms", f"x {DYNAMIC}", "x exact", "x hqq2", "HBM MiB", "read",
         "exact, low-bit, cold",
     )  # fmt: skip

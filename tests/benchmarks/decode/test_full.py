@@ -88,14 +88,6 @@ def test_under_a_budget_no_more_is_held_than_that(ran: Ran) -> None:
                 assert one.pages["low_bit"] + one.pages["cold"] > 0 and one.host_bytes > 0
 
 
-def test_a_pinned_prompt_is_low_bit_where_another_would_leave(ran: Ran) -> None:
-    longest = {
-        one.arm: one.pages for one in (*ran.made.records, *ran.made.run.more) if one.context == CONTEXTS[-1]
-    }
-    pinned, free = longest["tierkv-25-packed"], longest["tierkv-25"]
-    assert pinned and free and pinned["cold"] <= free["cold"] and pinned["low_bit"] > pinned["cold"]
-
-
 def test_only_arms_of_pages_have_calls_and_the_traced_one_has_all_its_steps(ran: Ran) -> None:
     for one in (*ran.made.records, *ran.made.run.more):
         assert (one.blocked_ms is not None) == one.arm.startswith("tierkv")
