@@ -23,7 +23,7 @@ from rich.table import Table
 
 from tierkv.daemon import statedir
 from tierkv.daemon.config import DaemonConfig, Loaded, check_machine, load_config, show_size
-from tierkv.daemon.gpu import CPU
+from tierkv.daemon.gpu import CPU, find_gpu
 from tierkv.daemon.http import version
 from tierkv.daemon.local_ray import JoinedRay, LocalRay, quiet_ray
 from tierkv.errors import ConfigError, OwnerUnavailable, StateDirectoryLocked, TierKVError
@@ -91,8 +91,9 @@ def daemon(
 def run(loaded: Loaded) -> None:
     """Serve until a signal. Raises `TierKVError` when it cannot start, or the owner is gone for good."""
     config = loaded.config
+    find_gpu(config.device)  # refuse before anything is created
     if not config.state_dir.exists():
-        check_machine(config)  # refuse before anything is created
+        check_machine(config)
     _interrupt_on_sigterm()
     with (
         statedir.StateLock(config.state_dir, statedir.DAEMON_LOCK, config.model_dump(mode="json")),

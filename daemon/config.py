@@ -311,6 +311,11 @@ class DaemonConfig(BaseSettings):
             from tierkv.quant.on_device import require_served
 
             require_served(self.low_bit_form, self.middle, self.page_tokens)
+        if self.observe_window > self.observe_every:
+            raise ConfigError(
+                f"observe_window = {self.observe_window} steps, and an observation is made every "
+                f"observe_every = {self.observe_every}; lower the first or raise the second"
+            )
         if self.middle and (self.backup == "never" or not self.host):
             why = 'backup = "never"' if self.backup == "never" else "host = 0"
             raise ConfigError(

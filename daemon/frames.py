@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tierkv.daemon.allocator import PoolAllocator
+from tierkv.daemon.pages import Ladder
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.sessions import Session
 from tierkv.daemon.state import State
@@ -33,7 +34,7 @@ class Frames:
             if isinstance(full, OutOfCapacity):
                 frames = self._free(session, count, kept=0)
             if not frames:
-                raise full
+                raise _of_a_ladder(full, session) if isinstance(full, OutOfCapacity) else full
         self._pressure.satisfied(session.id)
         return frames
 
@@ -69,6 +70,13 @@ class Frames:
             return []
         frames = [state.hbm.allocate(model.exact) for _ in range(count)]
         return [frame for frame in frames if frame is not None]
+
+
+def _of_a_ladder(full: OutOfCapacity, session: Session) -> OutOfCapacity:
+    """Told of a session whose own pages never give way."""
+    if session.ladder is not Ladder.EXACT:
+        return full
+    return OutOfCapacity(f'{full}. This session has the ladder "exact": none of its pages ever gives way')
 
 
 def _use(pool: PoolAllocator) -> str:

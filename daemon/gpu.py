@@ -55,12 +55,8 @@ class Gpu:
         return DeviceCarrier(pools, forms, self._device)
 
 
-def open_gpu(name: str) -> Gpu | None:
-    """The GPU that the setting `device` names, None for `cpu`.
-
-    Raises:
-        ConfigError: this machine has none of that number, or what serves it is not installed.
-    """
+def find_gpu(name: str) -> tuple[Driver, int] | None:
+    """The driver and the ordinal of the setting `device`, None for `cpu`; quick. Raises `ConfigError`."""
     index = device_index(name)
     if index is None:
         return None
@@ -68,6 +64,19 @@ def open_gpu(name: str) -> Gpu | None:
     if (count := driver.device_count()) <= index:
         seen = f"{count} GPU{'' if count == 1 else 's'}, numbered from 0" if count else "no GPU"
         raise ConfigError(f"device = {name!r}, and this process sees {seen}; check CUDA_VISIBLE_DEVICES")
+    return driver, index
+
+
+def open_gpu(name: str) -> Gpu | None:
+    """The GPU that the setting `device` names, None for `cpu`.
+
+    Raises:
+        ConfigError: this machine has none of that number, or what serves it is not installed.
+    """
+    found = find_gpu(name)
+    if found is None:
+        return None
+    driver, index = found
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(
             f"device = {name!r} needs triton, which is not installed: "

@@ -14,6 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / "wheels"
+NAMES = {"zmq": "pyzmq", "cuda.bindings": "cuda-bindings"}
+"""What pip calls a module, where that is not its name."""
+
 NEEDED = ("torch", "triton", "numpy", "numba", "msgspec", "xxhash", "zmq", "cuda.bindings")
 """Modules that the package and its checks import."""
 
@@ -63,7 +66,11 @@ def prepare() -> str:
     if missing():
         supply()
     if lacking := missing():
-        return f"this Python lacks {', '.join(lacking)}; pip install them, or `make gpu-wheels` where a network is"
+        wanted = " ".join(NAMES.get(name, name) for name in lacking)
+        return (
+            f"this Python lacks {', '.join(lacking)}: pip install {wanted}; what is not torch, triton, numpy or numba "
+            "also comes with `make gpu-wheels`, where a network is"
+        )
     sys.path.insert(0, str(ROOT))
     import tierkv
 

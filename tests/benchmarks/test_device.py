@@ -133,6 +133,7 @@ def test_where_packages_are_missing_it_names_them() -> None:
     done = subprocess.run([sys.executable, "-I", "-S", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "this Python lacks torch, triton, numpy, numba" in done.stderr
+    assert "pip install torch triton numpy numba msgspec xxhash pyzmq cuda-bindings" in done.stderr
 
 
 def test_wheels_are_taken_by_the_pythons_they_are_made_for() -> None:

@@ -62,3 +62,16 @@ def test_what_the_budget_does_not_hold_in_low_bit_either_leaves_and_few_stay_exa
     found = kinds(session)
     assert Kind.NONE in found
     assert found.count(Kind.EXACT) <= BUDGET // 3, "cold pages make way for few exact ones"
+
+
+def test_where_only_exact_pages_are_the_refusal_says_so() -> None:
+    w = world(hbm_frames=8, host_frames=50)
+    session = opened(w, ladder="exact")
+    refusal = None
+    for _ in range(12):
+        refusal = w.reserve(session, 1)
+        if isinstance(refusal, Failure):
+            break
+        w.write(session, [Run(Region.USER, 4)], 0)
+    assert isinstance(refusal, Failure) and refusal.code == "out-of-capacity"
+    assert 'has the ladder "exact": none of its pages ever gives way' in refusal.message

@@ -148,6 +148,10 @@ def test_a_misspelt_key_is_an_error_with_a_suggestion_wherever_it_stands(
         ({"low_watermark": 0.2, "high_watermark": 0.1}, "low <= high"),
         ({"high_watermark": 1.0}, "low <= high"),
         ({"observe_every": 0}, "observe_every = 0"),
+        (
+            {"observe_every": 4, "observe_window": 5},
+            "observe_window = 5 steps, and an observation is made every",
+        ),
         ({"http_port": 70_000}, "http_port = 70000"),
         ({"heartbeat_seconds": 8, "lease_seconds": 10}, "one late heartbeat"),
         ({"pin_quota": 1.5}, "pin_quota = 1.5"),
