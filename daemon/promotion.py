@@ -63,13 +63,17 @@ class Promotion:
         pages = self._state.pages
         ready = self._scores.idle(self._state.pages.slots())
         cold = ready[(pages.pin[ready] > Guard.NONE) & (pages.kind[ready] == Kind.NONE)]
-        for slot in cold[pages.host[cold] != NOWHERE].tolist():
+        whole = pages.refused[cold] & (
+            pages.host_kind[cold] == Kind.EXACT
+        )  # comes back as it is, or not at all
+        for slot in cold[(pages.host[cold] != NOWHERE) & ~whole].tolist():
             if self._moves.full():
                 break
             if self._moves.promote(slot, Goal.LOWBIT, "pin"):
                 spare -= self._state.model_of(slot).quant.item
         exact = ready[(pages.pin[ready] == Guard.EXACT) & self._is_packed(ready)]
-        return self._promote_exact(exact[pages.host_kind[exact] == Kind.EXACT], spare, "pin")
+        exact = exact[pages.host_kind[exact] == Kind.EXACT]
+        return self._promote_exact(np.concatenate([cold[whole], exact]), spare, "pin")
 
     def _refill(self, cold: Slots, tiered: Slots, spare: int) -> None:
         """While nobody asks for room, cold pages come back as low-bit replicas: those that estimates name, then by

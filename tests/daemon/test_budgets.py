@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.daemon.test_brain import FRAME, kinds, opened, world
+from tests.daemon.test_brain import FRAME, append, kinds, opened, world
 from tests.stateful.world import WorkerSession, World
+from tierkv.daemon import events
 from tierkv.protocol import Failure, Reserved
 from tierkv.regions import Region, Run
 from tierkv.table import Kind
@@ -75,3 +76,23 @@ def test_where_only_exact_pages_are_the_refusal_says_so() -> None:
         w.write(session, [Run(Region.USER, 4)], 0)
     assert isinstance(refusal, Failure) and refusal.code == "out-of-capacity"
     assert 'has the ladder "exact": none of its pages ever gives way' in refusal.message
+
+
+def test_a_pinned_page_that_the_codec_refused_comes_back_exactly_or_not_at_all() -> None:
+    w = world(hbm_frames=60, host_frames=200)
+    session = opened(w, hbm_budget=BUDGET * FRAME)
+    w.writes_poison = True
+    append(w, session, 2 * BUDGET)
+    w.settle()
+    cold = [index for index, kind in enumerate(kinds(session)) if kind == Kind.NONE]
+    assert cold
+    w.crop(session, session.length - 16)  # the budget has room for four pages more
+    first = 4 * cold[0]
+    w.ask(events.Pinned, "a", session.id, first, first + 4, "attendable")
+    ended = w.brain.snapshot().counters.failed_moves.total()
+    for _ in range(20):
+        w.now += 0.3
+        w.feed(events.Tick())
+        w.settle()
+    assert w.brain.snapshot().counters.failed_moves.total() == ended, "it was encoded again, in vain"
+    assert kinds(session)[cold[0]] == Kind.EXACT
