@@ -86,10 +86,13 @@ def generate(machine: Machine, folder: Path) -> Iterator[Row]:
     model = build(machine)
     attached = tierkv.attach(model)
     with tierkv.connect(folder, timeout=START_SECONDS) as client:
+        mapped = client.mapped().tensor
+        where = "in this process's memory" if mapped is None else f"as a tensor on {mapped.device}"
+        yield Row("its pool is mapped", where, mapped is not None and mapped.device == machine.device)
         for context in machine.sizes.contexts:
             prompt = torch.randint(1, VOCABULARY, (1, context), device=machine.device)
             session = attached.open(client)
-            cache = tierkv.TieredCache(session, attention=machine.attention)
+            cache = tierkv.TieredCache(session, attention="triton")
             try:
                 ours, seconds = decode(machine, model, cache, prompt)
                 theirs, peer_seconds = decode(machine, model, DynamicCache(), prompt)

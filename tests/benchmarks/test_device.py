@@ -62,6 +62,7 @@ def test_every_part_passes_on_a_fake_gpu_and_one_table_has_them_all(tmp_path: Pa
     for what in (
         "a second process reads the pool", "this process reads what its kernel wrote",
         "the memory outlives its creator's mapping", "device copy", "attend, all exact", "attend, none exact",
+        "its pool is mapped", "logits after 48 tokens",
     ):  # fmt: skip
         assert what in text, what
     assert "WRONG" not in text
