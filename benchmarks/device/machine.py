@@ -54,7 +54,6 @@ class Machine:
     synchronize: Callable[[], None]
     sizes: Sizes
     command: tuple[str, ...]
-    attention: str = "triton"
 
 
 def memory_folder(size: int) -> tempfile.TemporaryDirectory[str]:

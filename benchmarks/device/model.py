@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ from tierkv.benchmarks.device.machine import Machine, memory_folder
 from tierkv.benchmarks.device.table import Row
 
 CHILD = "daemon"
+PR_SET_PDEATHSIG = 1
 START_SECONDS = 60.0
 VOCABULARY = 2_048
 STEPS_COMPARED = 8
@@ -57,9 +59,15 @@ def child(folder: str, hbm: str, host: str) -> int:
 
     from tierkv.daemon import service
 
+    end_with_parent()
     sys.argv = ["tierkv", "--state-dir", folder, "--hbm", hbm, "--host", host, "--device", "cuda:0"]
     service.main()
     return 0
+
+
+def end_with_parent() -> None:
+    """SIGTERM for this process when the one that started it is gone: a part that is stopped leaves no daemon."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def build(machine: Machine) -> Any:
@@ -86,10 +94,13 @@ def generate(machine: Machine, folder: Path) -> Iterator[Row]:
     model = build(machine)
     attached = tierkv.attach(model)
     with tierkv.connect(folder, timeout=START_SECONDS) as client:
+        mapped = client.mapped().tensor
+        where = "in this process's memory" if mapped is None else f"as a tensor on {mapped.device}"
+        yield Row("its pool is mapped", where, mapped is not None and mapped.device == machine.device)
         for context in machine.sizes.contexts:
             prompt = torch.randint(1, VOCABULARY, (1, context), device=machine.device)
             session = attached.open(client)
-            cache = tierkv.TieredCache(session, attention=machine.attention)
+            cache = tierkv.TieredCache(session, attention="triton")
             try:
                 ours, seconds = decode(machine, model, cache, prompt)
                 theirs, peer_seconds = decode(machine, model, DynamicCache(), prompt)

@@ -35,15 +35,14 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def machine() -> Machine:
-    """The model's part runs on the CPU whole: there is no attention yet that reads a fake GPU."""
     command = (sys.executable, str(Path(__file__).resolve()))
-    return Machine("a fake GPU", FakeDevice.name, fake_gpu, seconds, lambda: None, SIZES, command, "cpu")
+    return Machine("a fake GPU", FakeDevice.name, fake_gpu, seconds, lambda: None, SIZES, command)
 
 
 def main() -> int:
     device_pool.CudaDriver = FakeDriver  # type: ignore[assignment,misc]
     device_pool.CudaDevice = lambda index: FakeDevice()  # type: ignore[assignment,misc]
-    service.open_gpu = lambda name: None  # type: ignore[assignment]  # its worker attends with the CPU
+    service.open_gpu = lambda name: fake_gpu()  # type: ignore[assignment]
     return parts.main(machine)
 
 

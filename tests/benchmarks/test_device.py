@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_every_part_passes_on_a_fake_gpu_and_one_table_has_them_all(tmp_path: Pa
     for what in (
         "a second process reads the pool", "this process reads what its kernel wrote",
         "the memory outlives its creator's mapping", "device copy", "attend, all exact", "attend, none exact",
+        "its pool is mapped", "logits after 48 tokens",
     ):  # fmt: skip
         assert what in text, what
     assert "WRONG" not in text
@@ -104,6 +106,36 @@ def test_a_part_that_hangs_or_fails_stops_no_other_and_what_it_found_is_kept(
     }  # fmt: skip
     assert all(part.rows == [Row(name, "begun", True)] for name, part in found.items())
     assert [part.good for part in found.values()] == [True, False, False, True]
+
+
+SECOND = """
+import time
+from tierkv.benchmarks.device import model
+model.end_with_parent()
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+FIRST = f"""
+import subprocess, sys
+second = subprocess.Popen([sys.executable, "-c", {SECOND!r}], stdout=subprocess.PIPE)
+second.stdout.readline()
+print(second.pid, flush=True)
+input()
+"""
+"""A part that waits for ever, with a second process that does."""
+
+
+def test_the_second_process_of_a_part_that_is_killed_ends() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FIRST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as first:
+        assert first.stdout is not None
+        second = os.pidfd_open(int(first.stdout.readline()))
+        assert not select.select([second], [], [], 0.1)[0]
+        first.kill()
+        assert select.select([second], [], [], 10.0)[0]
+    os.close(second)
 
 
 def test_all_limits_together_are_under_six_minutes() -> None:
