@@ -50,7 +50,7 @@ def require_served(codec: str, middle: str, page_tokens: int) -> None:
         )
     if middle:
         raise ConfigError(
-            f'middle = {middle!r}: kernels on a GPU read no middle form; leave it out, or take device = "cpu"'
+            f'middle = {middle!r}: kernels on a GPU write no middle form; leave it out, or take device = "cpu"'
         )
     if page_tokens & (page_tokens - 1):
         raise ConfigError(

@@ -481,7 +481,7 @@ def test_what_is_no_device_is_refused(name: str) -> None:
     [
         ({"codec": "kivi2"}, "codec = 'kivi2' has no kernels for a GPU; take k3v2, rotated2 or klt2"),
         ({"layer_codecs": "0=exact"}, "codec = 'k3v2,0=exact' has no kernels for a GPU"),
-        ({"middle": "nf4"}, "middle = 'nf4': kernels on a GPU read no middle form"),
+        ({"middle": "nf4"}, "middle = 'nf4': kernels on a GPU write no middle form"),
         ({"page_tokens": 24}, "page_tokens = 24: kernels on a GPU take a power of two"),
     ],
 )

@@ -45,10 +45,12 @@ class Process:
 
 
 class Owner(Process):
+    module = "tierkv.daemon.service"
+
     def __init__(self, state_dir: Path, hbm: int, host: int, *more: str) -> None:
         super().__init__(
             "-m",
-            "tierkv.daemon.service",
+            self.module,
             "--state-dir",
             str(state_dir),
             "--hbm",

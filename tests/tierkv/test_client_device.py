@@ -296,7 +296,7 @@ def test_what_kernels_do_not_serve_is_refused_at_the_start(world: World, gpus: G
     for settings, said in (
         ({"codec": "kivi2"}, "codec = 'kivi2' has no kernels for a GPU; take k3v2, rotated2 or klt2"),
         ({"codec": "k3v2,0=exact"}, "has no kernels"),
-        ({"middle": "nf4"}, "read no middle form"),
+        ({"middle": "nf4"}, "write no middle form"),
     ):
         with pytest.raises(ConfigError, match=said):
             world.service(hbm=POOL, gpu=fake_gpu(gpus.daemon), **settings)
