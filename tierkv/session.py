@@ -256,7 +256,6 @@ class Session:
         with self._changed:
             spans, runs = self._ready(tokens, deadline, regions)
             self._in_step = True
-            self._expected = 0
             self._labels.take(spans)
             self._residency.lay_out(runs)
 
@@ -493,6 +492,7 @@ class Session:
     def _ready(self, tokens: int, deadline: float, regions: Sequence[Run]) -> tuple[list[Span], list[Run]]:
         """Adopt plans and wait until the pages of `tokens` new tokens are reserved; how they will be laid out."""
         self._in_flight.forget_refusal()
+        self._expected = 0  # this is the step, even if it fails
         while True:
             self._check()
             self._raise_earlier()

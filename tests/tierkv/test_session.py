@@ -221,6 +221,25 @@ def test_a_step_that_is_rolled_back_expects_nothing(world: World) -> None:
     assert client.stats(session.id)["blank_pages"] == 2
 
 
+def test_a_step_that_could_not_begin_is_not_expected_any_more(world: World) -> None:
+    world.service(hbm=9)  # the codec's state takes a part of one
+    client = world.client(timeout=0.5, reserve_ahead=0)
+    session, other = client.open(SMALL, "m", ladder="exact"), client.open(SMALL, "m", ladder="exact")
+    step(client, other, 2, 48)
+    session.begin(48)
+    session.expect(64)
+    write(client, session, 1, 0, 48)
+    session.commit()
+    session.end()
+    with pytest.raises(CapacityError):
+        session.begin(64)
+    other.close()
+    time.sleep(0.1)  # so that the daemon may be asked again
+    session.end()
+    assert client.stats(session.id)["blank_pages"] == 0
+    step(client, session, 1, 64)
+
+
 # Refusals --------------------------------------------------------------------------------------------------------
 
 
