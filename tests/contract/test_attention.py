@@ -350,6 +350,23 @@ class TestEveryAttention:
         case.dense[0][0, 0, :, :16] *= 1e6
         check_decode(implementation, case, 1, seed=14)
 
+    def test_pages_whose_logits_all_overflow_downwards_get_no_weight(
+        self, implementation: PagedAttention
+    ) -> None:
+        """They come first, and are more than are attended at once: so far nothing is a maximum."""
+        case = make_case(16, dtype="float32", kv_heads=1, row_pages=(20,), low=0.0, full=True)
+        for offset in case.pages.offsets[:18].tolist():
+            keys = case.view.data[offset:][: case.view.geometry.page_bytes].view(np.float32)
+            keys.reshape(case.view.geometry.shape)[0, 0] = -1e38
+        query, mass = torch.full((1, 2, 64), 100.0), np.zeros(320, np.float32)
+        got = implementation.decode(query, case.view, case.pages, 0, 1e-3, None, mass)
+        rest = case.dense[0][:, 0, :, 18 * 16 :]
+        out, logs, probabilities = softmax_attention(query[0].unsqueeze(1), *rest, 1e-3)
+        torch.testing.assert_close(got.out[0], out[:, 0].float(), **CLOSE)
+        torch.testing.assert_close(got.log_sum_exp[0], logs[:, 0].float(), **CLOSE)
+        assert not mass[: 18 * 16].any()
+        np.testing.assert_allclose(mass[18 * 16 :], probabilities.mean((0, 1)).numpy(), **MASS_CLOSE)
+
     @pytest.mark.parametrize(("softcap", "sunk"), [(0.0, False), (8.0, True)])
     def test_a_mass_counts_larger_logits_that_came_after_it(
         self, implementation: PagedAttention, softcap: float, sunk: bool

@@ -19,6 +19,7 @@ from tierkv.attention.exact_rows import exact_logits
 from tierkv.attention.layer_view import Middle
 from tierkv.attention.mass_kernels import add_weights
 from tierkv.attention.online_softmax import (
+    LOWEST,
     MINUS_INFINITY,
     ZERO,
     Floats,
@@ -192,7 +193,7 @@ def audit_lane(
                     )  # fmt: skip
                 ready = row
             for g in range(group):
-                top = scale_and_top(weights[g], count, scale)
+                top = max(scale_and_top(weights[g], count, scale), LOWEST)
                 total = ZERO
                 for t in range(count):
                     total += exp_negative(weights[g, t] - top)

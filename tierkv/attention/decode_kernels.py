@@ -35,6 +35,7 @@ from tierkv.attention.contract import Scale
 from tierkv.attention.exact_rows import exact_logits, exact_values, prefetch
 from tierkv.attention.layer_view import Middle
 from tierkv.attention.online_softmax import (
+    LOWEST,
     MINUS_INFINITY,
     ZERO,
     Floats,
@@ -84,7 +85,7 @@ def attend_segment(
     values_at = keys_at + kv_heads * page_tokens * dim
     no_bias = np.zeros(group, np.float32)
     low_ready = False
-    tops[:] = MINUS_INFINITY
+    tops[:] = LOWEST
     totals[:] = ZERO
     exact_sum[:] = ZERO
     low_sum[:] = ZERO

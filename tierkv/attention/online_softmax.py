@@ -27,6 +27,8 @@ ROUNDER = np.float32(1.5 * 2**23)
 """A float32 plus this is rounded to an integer, which stands in the low bits."""
 BIAS = np.uint32(127)
 MINUS_INFINITY = np.float32(-np.inf)
+LOWEST = np.float32(np.finfo(np.float32).min)
+"""The largest of no logits so far: logits of minus infinity less this are that still, and no NaN."""
 T2, T3, T4, T5, T6, T7 = (np.float32(1.0 / math.factorial(power)) for power in range(2, 8))
 
 
