@@ -14,15 +14,13 @@ from tierkv.quant.floats import load_float
 from tierkv.quant.lloyd import GAINS
 from tierkv.quant.rotated_layout import block_offset, key_octets, scale_offset
 from tierkv.quant.rotation import apply_signs, hadamard
-from tierkv.quant.tile_products import LIMIT, key_tile, value_tile
+from tierkv.quant.tile_products import LIMIT, key_tile, ready_factors, ready_query, value_tile
 from tierkv.quant.tiles import (
     LANES,
     TERMS,
-    add_rows,
     stack_bytes,
     stack_floats,
     unpack_levels_4,
-    unpack_levels_8,
 )
 
 Floats = NDArray[np.float32]
@@ -35,7 +33,9 @@ _ZERO = np.float32(0)
 def prepare_query(
     query: Floats, layer: int, head: int, num_heads: int, state: Floats, out_q: Floats, out_bias: Floats
 ) -> None:
-    """`out_q` gets the rotated rows, `out_bias` each row's product with the mean key (0 while there is no state)."""
+    """`out_q` gets the rotated rows, as `key_tile` wants them; `out_bias` each row's product with the mean key, or 0
+    while there is no state.
+    """
     groups, head_dim = query.shape
     start = (layer * num_heads + head) * head_dim
     for g in range(groups):
@@ -49,6 +49,7 @@ def prepare_query(
             out_q[g, channel] = query[g, channel]
         apply_signs(out_q[g])
         hadamard(out_q[g])
+        ready_query(out_q[g])
 
 
 @kernel()
@@ -66,7 +67,7 @@ def page_logits(
     """`out[:, :count]` = unscaled products of the prepared queries with the page's keys."""
     block = block_offset(layer, 0, head, num_layers, num_heads, page_tokens, head_dim, key_bits)
     top = load_float(page, scale_offset(layer, 0, head, num_heads))
-    tile, sums, gains, padded = stack_floats(128), stack_floats(256), stack_floats(16), stack_bytes(48)
+    sums, gains, padded = stack_floats(256), stack_floats(16), stack_bytes(6144)
     groups = query.shape[0]
     for first in range(0, count, LANES):
         lanes = min(LANES, page_tokens - first)
@@ -74,22 +75,14 @@ def page_logits(
         if lanes == LANES:
             key_tile(key_bits, page, low, signs, page_tokens, query, sums)
         else:
-            sums[: groups * LANES] = _ZERO
-            for octet in range(head_dim // TERMS):
-                # Not a helper: in this loop, handing arrays to a function costs as much as its work.
+            marks = (head_dim // 4) * LANES
+            for row in range(head_dim // 4):
                 for lane in range(lanes):
-                    padded[lane] = page[low + lane]
-                    padded[LANES + lane] = page[low + page_tokens + lane]
-                    padded[2 * LANES + lane] = page[signs + lane]
-                if key_bits == 3:
-                    unpack_levels_8(padded, 0, LANES, 2 * LANES, tile)
-                else:
-                    unpack_levels_4(padded, 0, tile, 0, 1)
-                    unpack_levels_4(padded, LANES, tile, 4, 1)
-                low += 2 * page_tokens
-                signs += page_tokens
-                for g in range(groups):
-                    add_rows(tile, 0, query, g * head_dim + TERMS * octet, sums, g * LANES)
+                    padded[row * LANES + lane] = page[low + row * page_tokens + lane]
+            for row in range(head_dim // TERMS):
+                for lane in range(lanes):
+                    padded[marks + row * LANES + lane] = page[signs + row * page_tokens + lane]
+            key_tile(key_bits, padded, 0, marks, LANES, query, sums)
         tokens = min(LANES, count - first)
         load_gains(page, block + first, top, tokens, gains)
         for g in range(groups):
@@ -118,8 +111,6 @@ def page_values(
             mine, given = factors[g * LIMIT : g * LIMIT + tokens], weights[g, first : first + tokens]
             for token in range(tokens):
                 mine[token] = given[token] * gains[token]
-        for byte in range(0, quarter - quarter % LANES, LANES):
-            value_tile(page, start, byte, tokens, factors, acc)
         if quarter % LANES > 0:
             byte = quarter - quarter % LANES
             for token in range(tokens):
@@ -131,6 +122,9 @@ def page_values(
                     for part in range(4):
                         for lane in range(quarter - byte):
                             acc[g, part * quarter + byte + lane] += factor * levels[part * LANES + lane]
+        ready_factors(factors, groups, tokens)
+        for byte in range(0, quarter - quarter % LANES, LANES):
+            value_tile(page, start, byte, tokens, factors, acc)
 
 
 @kernel(fastmath=True)

@@ -1,18 +1,21 @@
 """Products with packed tiles that never leave the registers: unpacked, multiplied for several query heads, summed.
 
-`quant.tiles` unpacks a tile into memory, where each query head reads it again; here up to `HEADS` heads share it. Both
-are for whole tiles of 16 tokens (keys) or of 16 bytes a token (values); the rest goes through `quant.tiles`.
+`quant.tiles` unpacks a tile into memory, where each query head reads it again; here up to four heads share it. Tiles
+are of 16 tokens (keys) or of 16 bytes a token (values). Where the machine can, all of it is done in whole numbers of 16
+bits (`whole_products`); queries and factors are made ready for either way by `ready_query` and `ready_factors`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tierkv.numba_setup import kernel
+from tierkv.quant import whole_products
 from tierkv.quant.tiles import (
     LANES,
     TERMS,
@@ -29,10 +32,7 @@ from tierkv.quant.tiles import (
     store_floats,
     zeros,
 )
-
-HEADS = 4
-PARTS = 4
-"""Values of a token whose codes share a byte: a quarter of the channels apart."""
+from tierkv.quant.whole_products import LIMIT, PARTS, WHOLE, pack_factors, pack_query
 
 
 def _key_sums(key_bits: int, heads: int) -> Any:
@@ -137,19 +137,34 @@ def _value_sums(heads: int) -> Any:
     return intrinsic(typer)
 
 
-LIMIT = 64
-"""Tokens whose factors are laid out at once."""
+_keys, _values = (whole_products.key_sums, whole_products.value_sums) if WHOLE else (_key_sums, _value_sums)
+_key_sums_3x1, _key_sums_3x2, _key_sums_3x3, _key_sums_3x4 = (_keys(3, heads) for heads in (1, 2, 3, 4))
+_key_sums_2x1, _key_sums_2x2, _key_sums_2x3, _key_sums_2x4 = (_keys(2, heads) for heads in (1, 2, 3, 4))
+_value_sums_1, _value_sums_2, _value_sums_3, _value_sums_4 = (_values(heads) for heads in (1, 2, 3, 4))
 
-_key_sums_3x1, _key_sums_3x2, _key_sums_3x3, _key_sums_3x4 = (_key_sums(3, heads) for heads in (1, 2, 3, 4))
-_key_sums_2x1, _key_sums_2x2, _key_sums_2x3, _key_sums_2x4 = (_key_sums(2, heads) for heads in (1, 2, 3, 4))
-_value_sums_1, _value_sums_2, _value_sums_3, _value_sums_4 = (_value_sums(heads) for heads in (1, 2, 3, 4))
+
+@kernel()
+def ready_query(row: Floats) -> None:
+    """A rotated query `[head_dim]` as `key_tile` wants it, in place."""
+    if WHOLE:
+        pack_query(row)
+
+
+@kernel()
+def ready_factors(factors: Floats, groups: int, tokens: int) -> None:
+    """Factors `[groups, LIMIT]` (flat) of the first `tokens` tokens as `value_tile` wants them, in place."""
+    if WHOLE:
+        steps = (tokens + 15) // 16
+        for g in range(groups):
+            factors[g * LIMIT + tokens : g * LIMIT + 16 * steps] = np.float32(0)
+            pack_factors(factors, g * LIMIT, steps)
 
 
 @kernel()
 def key_tile(
     key_bits: int, page: Bytes, low: int, signs: int, step: int, query: Floats, sums: Floats
 ) -> None:
-    """`sums[g * LANES + lane]` = products of the rotated queries `[groups, head_dim]` with 16 keys, without gains."""
+    """`sums[g * LANES + lane]` = products of the ready queries `[groups, head_dim]` with 16 keys, without gains."""
     groups, dim = query.shape
     for g in range(0, groups, 4):
         q, to = g * dim, g * 16
@@ -176,7 +191,7 @@ def key_tile(
 def value_tile(page: Bytes, start: int, byte: int, count: int, factors: Floats, acc: Floats) -> None:
     """`acc` `[groups, head_dim]` gets 64 channels of `count` tokens added, whose bytes begin at `start` + `byte`.
 
-    `factors[g * LIMIT + t]` is a token's weight times its gain.
+    `factors[g * LIMIT + t]`, made ready, is a token's weight times its gain.
     """
     groups, dim = acc.shape
     quarter = dim // 4
@@ -192,4 +207,4 @@ def value_tile(page: Bytes, start: int, byte: int, count: int, factors: Floats, 
             _value_sums_1(page, start + byte, quarter, count, factors, first, acc, to)
 
 
-__all__ = ["LIMIT", "key_tile", "value_tile"]
+__all__ = ["LIMIT", "key_tile", "ready_factors", "ready_query", "value_tile"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.quant.pages import exact_page, example_state, gaussian_page, page_values
+from tests.quant.pages import assert_products, exact_page, example_state, gaussian_page, page_values
 from tierkv.errors import ConfigError
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.quant import NAMES, NonFiniteValues, by_code, fused, get
@@ -174,8 +174,8 @@ class TestEveryShape:
             fused.page_values(code, self.packed, layer, head, *shape, count, self.state, weights, sums)
             fused.finish_values(code, sums, layer, head, *shape, self.state, out)
             keys, values = exact[layer, 0, head, :count], exact[layer, 1, head, :count]
-            np.testing.assert_allclose(logits[:, :count], query @ keys.T, rtol=1e-4, atol=2e-4)
-            np.testing.assert_allclose(out, 1 + weights[:, :count] @ values, rtol=1e-4, atol=2e-4)
+            assert_products(logits[:, :count], query, keys.T)
+            assert_products(out - 1, weights[:, :count], values)
             assert np.isnan(logits[:, count:]).all(), "only written tokens have logits"
 
 

@@ -20,7 +20,7 @@ from tests.contract.dense_cold import (
     shares,
     softmax,
 )
-from tests.contract.test_attention import BENT, CLOSE, DTYPES, MASS_CLOSE, random_query
+from tests.contract.test_attention import BENT, DTYPES, MASS_ROUNDED, ROUNDED, random_query
 from tierkv import quant
 from tierkv.attention.contract import READ_ALL, ColdSeen, PagedAttention
 from tierkv.geometry import DTypeName
@@ -148,7 +148,7 @@ class TestEveryAttentionOverColdPages:
             implementation.prefill(query, keys, values, b.case.view, b.pages, 0, 0.125, cold=b.cold).out
             for b in (both, read)
         ]
-        torch.testing.assert_close(outs[0], outs[1], **CLOSE)
+        torch.testing.assert_close(outs[0], outs[1], **ROUNDED)
 
     def test_what_was_attended_and_what_was_not_sum_to_one(self, implementation: PagedAttention) -> None:
         """With one KV head all query heads read the same pages, so that unread pages are the same for all."""
@@ -171,7 +171,7 @@ class TestEveryAttentionOverColdPages:
             implementation.decode(query, both.case.view, both.pages, layer, 0.5, cold=both.cold, seen=seen)
         for a, b in zip(once, twice, strict=True):
             assert a is not None and b is not None
-            np.testing.assert_allclose(b, 2 * a, **MASS_CLOSE)
+            np.testing.assert_allclose(b, 2 * a, **MASS_ROUNDED)
 
     def test_without_an_audit_only_pages_that_are_read_are_touched(
         self, implementation: PagedAttention

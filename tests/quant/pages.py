@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from tierkv.geometry import Geometry
 from tierkv.quant.contract import Codec
 from tierkv.quant.moments import Moments
+from tierkv.quant.whole_products import WHOLE
 
 
 def exact_page(geometry: Geometry, values: NDArray[np.float64] | NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -51,3 +52,13 @@ def example_moments(geometry: Geometry, seed: int = 1) -> Moments:
 
     mean = rng.standard_normal((*shape, dim))
     return Moments(mean.astype(np.float32), *(second() for _ in Moments._fields[1:]))
+
+
+IN_PLACE = 1e-4 if WHOLE else 2e-5
+"""What attention in place may be off, as a fraction of the sizes of what it multiplies."""
+
+
+def assert_products(got: NDArray[np.float32], a: NDArray[np.floating], b: NDArray[np.floating]) -> None:
+    """`got` is `a @ b`, to within `IN_PLACE` of the size of each row of `a` times the size of `b`."""
+    sizes = np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(b)
+    assert (abs(got - a.astype(np.float64) @ b) < IN_PLACE * sizes + 1e-6).all()
