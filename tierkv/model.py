@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 from tierkv import model_support
 from tierkv.errors import UnsupportedModel
 from tierkv.geometry import PAGE_TOKENS, DTypeName, Geometry
+from tierkv.slices import Slice
 from tierkv.tiered_layer import IMPLEMENTATION, forwarding
 from tierkv.transformers_cache import TieredCache
 
@@ -105,10 +105,10 @@ class AttachedModel:
         _refuse(kwargs, columns, past)
         if not cache.serves(self):
             cache.bind(self, model_support.own_layers(self.model), self._num_layers)
-        chunk = cache.chunk_tokens(batch)
-        if columns <= chunk:
+        slices = cache.slices(batch, columns)
+        if len(slices) <= 1:
             return self._run_recalling(cache, batch, columns, kwargs)
-        return self._run_sliced(cache, batch, columns, chunk, kwargs)
+        return self._run_sliced(cache, batch, columns, slices, kwargs)
 
     def _run_recalling(self, cache: TieredCache, batch: int, columns: int, kwargs: dict[str, Any]) -> Any:
         """One forward whose tokens are a query: what it misses comes back; before its result counts, if strict.
@@ -165,19 +165,18 @@ class AttachedModel:
         return outputs
 
     def _run_sliced(
-        self, cache: TieredCache, batch: int, columns: int, chunk: int, kwargs: dict[str, Any]
+        self, cache: TieredCache, batch: int, columns: int, slices: list[Slice], kwargs: dict[str, Any]
     ) -> Any:
         """A long prompt in slices, each committed, so that the daemon can demote as it goes."""
         if kwargs.get("labels") is not None:
             raise ValueError(
-                f"labels over {columns} tokens: a TieredCache takes {chunk} a forward, without a loss"
+                f"labels over {columns} tokens, which a TieredCache reads in {len(slices)} forwards: none has the loss"
             )
         keep = kwargs.get("logits_to_keep", 0)
         if isinstance(keep, torch.Tensor) and keep.ndim != 1:
             raise ValueError("logits_to_keep of a prompt in slices is a number or 1-D positions")
         past = cache.padded_length
         outputs: list[Any] = []
-        slices = list(_slices(columns, chunk))
         for start, stop in slices:
             part = _cut(kwargs, start, stop, columns, past)
             part["return_dict"] = True
@@ -229,13 +228,6 @@ def _refuse(kwargs: dict[str, Any], columns: int, past: int) -> None:
         real = mask[:, -columns:] != 0
         if bool((real.any(dim=1) & ~real[:, -1]).any()):
             raise ValueError("a row ends with padding, so its last logits are of no token: pad on the left")
-
-
-def _slices(columns: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """As few slices of at most `chunk` as possible, equally long: a last slice of one token would be a decode step."""
-    count = -(-columns // chunk)
-    edges = [columns * index // count for index in range(count + 1)]
-    return itertools.pairwise(edges)
 
 
 def _cut(kwargs: dict[str, Any], start: int, stop: int, columns: int, past: int) -> dict[str, Any]:

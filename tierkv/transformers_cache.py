@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 import tierkv.attention
+from tierkv import slices
 from tierkv.attention.contract import PagedAttention
 from tierkv.errors import GeometryMismatch
 from tierkv.markers import UNKNOWN, Markers
@@ -30,14 +31,6 @@ from tierkv.protocol import Audit
 from tierkv.recall import Estimates, RecallMode, RecallOptions
 from tierkv.regions import Run
 from tierkv.tiered_layer import TieredLayer
-
-CHUNK_TOKENS = 1024
-"""New tokens that one forward takes at most; a longer prompt runs in slices, so that it demotes as it goes."""
-
-CHUNK_POOL_SHARE = 4
-"""A slice takes at most one part in this many of the HBM pool (or of the session's budget): earlier pages and the next
-slice need room too.
-"""
 
 REPLAY_REST = 8
 """Decode steps after pages were asked for in which no step is replayed: what did not come then will not come now."""
@@ -67,7 +60,7 @@ class TieredCache(Cache):  # type: ignore[misc]
             and closes rows that beam search drops, so read `cache.sessions` afterwards. Sessions that already hold
             tokens are continued.
         attention: an implementation of `tierkv.attention`, or its name; by default the one for where the pool lies.
-        chunk_tokens: new tokens a forward takes at most; default 1,024, less when HBM pool or budget are small.
+        chunk_tokens: new tokens a forward takes at most; default 4,096, less when HBM pool or budget are small.
         recall: how pages that left HBM are attended all the same (`tierkv.recall`): a mode, or all its options.
         markers: by which tokens that no label names are given regions (`tierkv.markers`).
 
@@ -211,14 +204,19 @@ class TieredCache(Cache):  # type: ignore[misc]
             )
         return self._step
 
-    def chunk_tokens(self, rows: int) -> int:
-        """New tokens that a forward over `rows` rows takes at most."""
+    def slices(self, rows: int, columns: int) -> list[slices.Slice]:
+        """The forwards that read `columns` new tokens of each of `rows` rows."""
         if self._chunk_tokens is not None:
-            return self._chunk_tokens
+            return slices.even(columns, self._chunk_tokens)
         session = self.sessions[0]
-        room = min(session.hbm_budget * rows or session.pool.nbytes, session.pool.nbytes)
-        share = room // (CHUNK_POOL_SHARE * session.geometry.token_bytes * rows)
-        return max(session.geometry.page_tokens, min(CHUNK_TOKENS, share))
+        pool, geometry = session.pool, session.geometry
+        if session.hbm_budget:
+            nbytes = min(session.hbm_budget, pool.nbytes // rows)
+            packed = pool.codec.page_bytes(geometry)
+            room = slices.Room(nbytes, geometry.page_tokens, geometry.page_bytes, packed)
+            return slices.within(columns, self.padded_length, room)
+        share = pool.nbytes // (slices.POOL_SHARE * geometry.token_bytes * rows)
+        return slices.even(columns, max(geometry.page_tokens, min(slices.CHUNK_TOKENS, share)))
 
     @property
     def has_cold(self) -> bool:
@@ -487,4 +485,4 @@ def _row_ids(ids: NDArray[np.int32], row: int, columns: NDArray[np.int64] | None
     return whole if columns is None else whole[columns]
 
 
-__all__ = ["CHUNK_TOKENS", "TieredCache"]
+__all__ = ["TieredCache"]

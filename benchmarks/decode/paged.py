@@ -17,7 +17,7 @@ from tierkv.benchmarks.decode.watch import STEP, Span, Watch
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.model import AttachedModel
 from tierkv.table import Kind
-from tierkv.transformers_cache import CHUNK_TOKENS, TieredCache
+from tierkv.transformers_cache import TieredCache
 
 BUDGET_SHARE = {QUARTER: 4, FIFTH: 5}
 """An arm holds one part in so many of its exact bytes."""
@@ -26,9 +26,6 @@ FIXED_TOKENS = 512
 """`tierkv-fixed` holds the exact bytes of so many tokens."""
 
 LEAST_BUDGET_PAGES = 12
-CHUNK_SHARE = 4
-"""A forward under a budget takes one part in this many of it: what is there needs room too."""
-
 NEVER = 1 << 30
 FORWARD_SECONDS = 0.3
 """Left to the daemon after each chunk, as the model's forward would leave it."""
@@ -52,19 +49,14 @@ def pool_bytes(names: Sequence[str], geometry: Geometry, tokens: int, batch: int
     return 2 * batch * sum(each) + 256 * geometry.page_bytes
 
 
-def open_session(
-    name: str, model: AttachedModel, client: Client, pages: DTypeName, tokens: int
-) -> tuple[Session, int]:
-    """A session as the arm wants it for so many tokens, and how many of them a forward takes."""
+def open_session(name: str, model: AttachedModel, client: Client, pages: DTypeName, tokens: int) -> Session:
+    """A session as the arm wants it for so many tokens."""
     geometry = model.geometry(pages, client.page_tokens)
     budget = budget_of(name, geometry, tokens)
     session = model.open(client, pages, ladder="tiered" if budget else "exact", hbm_budget=budget)
     if every := {**OBSERVED, UNOBSERVED: NEVER}.get(name):
         session.observing = session.observing._replace(every=every)
-    if not budget:
-        return session, CHUNK_TOKENS
-    part = budget // (CHUNK_SHARE * geometry.page_bytes)
-    return session, min(CHUNK_TOKENS, max(1, part) * geometry.page_tokens)
+    return session
 
 
 class PagedArm(Arm):
@@ -113,8 +105,8 @@ def paged(
     start = time.perf_counter()
     sessions = []
     for _ in range(batch):
-        session, chunk = open_session(name, model, client, pages, dense[0][0].shape[2])
-        _fill(session, dense, chunk)
+        session = open_session(name, model, client, pages, dense[0][0].shape[2])
+        _fill(session, dense)
         sessions.append(session)
     for session in sessions:
         if session.hbm_budget:
@@ -122,14 +114,13 @@ def paged(
     return PagedArm(name, model, client, sessions, time.perf_counter() - start)
 
 
-def _fill(session: Session, dense: Dense, chunk: int) -> None:
-    """Write a prompt in steps of `chunk` tokens, as its forwards would.
+def _fill(session: Session, dense: Dense) -> None:
+    """Write a prompt in the steps that its forwards would take.
 
     Written without a pause, more pages would leave HBM, and fewer be packed, than when a model reads the prompt.
     """
     attention, tokens = tierkv.attention.get("cpu"), dense[0][0].shape[2]
-    for start in range(0, tokens, chunk):
-        stop = min(tokens, start + chunk)
+    for start, stop in TieredCache(session).slices(1, tokens):
         session.begin(stop - start)
         offsets, slots = session.slots(start, stop)
         for layer, pair in enumerate(dense):

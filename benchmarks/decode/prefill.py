@@ -12,7 +12,7 @@ import tierkv
 from tierkv.benchmarks import processes
 from tierkv.benchmarks.decode import DYNAMIC, EXACT, QUARTER
 from tierkv.benchmarks.decode.models import Models
-from tierkv.benchmarks.decode.paged import open_session, pool_bytes
+from tierkv.benchmarks.decode.paged import open_session
 from tierkv.benchmarks.decode.plan import Plan
 from tierkv.benchmarks.pairs import Figures, compare
 from tierkv.recall import RecallOptions
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tierkv import Client
 
 PAGED = (EXACT, QUARTER)
+POOL_PROMPTS = 4
+"""Prompts that the pool would hold exactly: a slice takes a quarter of it at most."""
+
 DEFAULT = RecallOptions()
 AUDITED = RecallOptions(audit_every=1)
 """For warming up: its kernels take long to compile, and a short prompt is not audited otherwise."""
@@ -30,7 +33,8 @@ AUDITED = RecallOptions(audit_every=1)
 
 def measure(models: Models, tokens: Sequence[int], plan: Plan) -> dict[str, Figures]:
     """Seconds of each of tierkv's arms beside `dynamic`, each prompt read whole in turn, `plan.prefills` times."""
-    hbm = pool_bytes(PAGED, models.paged.geometry(plan.pages), len(tokens), 1)
+    geometry = models.paged.geometry(plan.pages)
+    hbm = POOL_PROMPTS * (len(tokens) + geometry.page_tokens) * geometry.token_bytes
     with processes.service(hbm, 2 * hbm, plan.codec) as state_dir, tierkv.connect(state_dir) as client:
         for name in PAGED:  # kernels compile and warm up
             _paged(models, client, plan, name, tokens[:256], AUDITED)
@@ -55,8 +59,8 @@ def _paged(
     tokens: Sequence[int],
     recall: RecallOptions = DEFAULT,
 ) -> float:
-    session, chunk = open_session(name, models.paged, client, plan.pages, len(tokens))
-    cache = TieredCache(session, chunk_tokens=chunk, recall=recall)
+    session = open_session(name, models.paged, client, plan.pages, len(tokens))
+    cache = TieredCache(session, recall=recall)
     with torch.inference_mode():
         seconds = _seconds(lambda: forward(models.paged.model, cache, tokens))
     session.close()

@@ -445,14 +445,16 @@ def test_one_cache_serves_one_model(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool_pages", "rows", "want"), [(1024, 1, 1024), (40, 1, 160), (40, 2, 80), (3, 1, 16)]
+    ("pool_pages", "rows", "want"), [(1100, 1, 4096), (40, 1, 160), (40, 2, 80), (3, 1, 16)]
 )
 def test_a_slice_takes_a_quarter_of_the_pool_at_most(
     llama: PreTrainedModel, pool_pages: int, rows: int, want: int
 ) -> None:
     """Pages hold 16 tokens: a pool of 40 pages holds 640, a quarter is 160, shared by the rows; never below a page."""
     pool = LocalPool(attach(llama).geometry("float32"), pages=pool_pages)
-    assert TieredCache([pool.open() for _ in range(rows)]).chunk_tokens(rows) == want
+    cache = TieredCache([pool.open() for _ in range(rows)])
+    assert cache.slices(rows, want) == [(0, want)]
+    assert max(stop - start for start, stop in cache.slices(rows, 3 * want)) == want
 
 
 def test_slices_are_of_one_length_so_that_none_is_a_decode_step(llama: PreTrainedModel) -> None:

@@ -86,7 +86,7 @@ def test_a_prompt_larger_than_hbm_demotes_as_it_goes_and_is_answered(start: Star
     attached, client = attach(model), start(20)
     session = attached.open(client)
     cache = TieredCache(session)
-    assert cache.chunk_tokens(1) == 80
+    assert cache.slices(1, 480) == [(80 * i, 80 * i + 80) for i in range(6)]
     tokens = greedy(model, inputs, cache)
     assert tokens.shape == (1, 480 + NEW)
     assert session.horizon == 480 + NEW - 1

@@ -17,8 +17,10 @@ import torch
 
 from tierkv.attention.contract import Attended, Scale
 
-BLOCK_TOKENS = 1024
-"""Tokens of earlier pages that are dense at a time: 4 MiB of keys and values for 8 heads of 64 values."""
+BLOCK_TOKENS = 4096
+"""Tokens of earlier pages that are dense at a time: 16 MiB of keys and values for 8 heads of 64 values. Smaller blocks
+cost more merges.
+"""
 
 QUERIES = 256
 """Queries whose capped logits are in memory at a time: 9 MiB of them for 9 heads and a block of tokens."""

@@ -70,7 +70,7 @@ KEPT_POOLS = 4
 keeps its pool mapped.
 """
 
-DEVICE_BLOCK_TOKENS = 8 * BLOCK_TOKENS
+DEVICE_BLOCK_TOKENS = 2 * BLOCK_TOKENS
 """Tokens of earlier pages that are dense at a time on a GPU."""
 
 Table = NDArray[Any]
