@@ -1,7 +1,7 @@
 """Estimators: what a page may leave in HBM, and what a query reads from that. One contract, in plain numpy.
 
-An estimator makes of the keys of a page, for each layer and KV head on its own, a *record* of `nbytes` bytes, and from a
-record the page's log-mass for a query: the log of the sum over its tokens of the exponentials of `scale * q.k`.
+An estimator makes of the keys of a page, for each layer and KV head on its own, a *record* of `nbytes` bytes, and from
+a record the page's log-mass for a query: the log of the sum over its tokens of the exponentials of `scale * q.k`.
 Arrays have leading dimensions `...`, layers and heads for instance, that are the same in all arguments.
 
     keys      [..., pages, page_tokens, dim]  float32; what lies behind a page's last token counts for nothing

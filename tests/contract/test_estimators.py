@@ -11,17 +11,31 @@ from hypothesis import strategies as st
 
 from tierkv.prefetch.estimators import pack, unpack
 from tierkv.prefetch.summaries import Box, Centroid, Deviation
+from tierkv.prefetch.transform import Sample, Transform, fit
 
-ESTIMATORS = (
-    Centroid(8), Centroid(4), Box("max", 8), Box("max", 4), Box("mean", 8), Box("mean", 4), Deviation(8, 8),
-    Deviation(8, 4), Deviation(4, 4), Deviation(4, 4, parts=2),
-)  # fmt: skip
-each = pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: estimator.name)
 TOKENS, DIM, SCALE = 16, 8, 0.5
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+STATE = fit(
+    [
+        Sample(
+            random(1, 2, 50, 1, DIM, seed=7) + random(1, 2, 50, TOKENS, DIM, seed=8),
+            np.full(50, TOKENS),
+            random(1, 2, 99, DIM, seed=9),
+        )
+    ]
+)
+SUMMARIES = (
+    Centroid(8), Centroid(4), Box("max", 8), Box("max", 4), Box("mean", 8), Box("mean", 4), Deviation(8, 8),
+    Deviation(8, 4), Deviation(4, 4), Deviation(4, 4, parts=2),
+)  # fmt: skip
+ESTIMATORS = (*SUMMARIES, Transform(STATE, 20), Transform(STATE, 60))
+"""All are asked about one layer of two heads."""
+each = pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: estimator.name)
 
 
 def true(query, keys, counts, scale=SCALE):
@@ -33,33 +47,32 @@ def true(query, keys, counts, scale=SCALE):
 
 @each
 def test_a_record_is_as_long_as_it_says(estimator):
-    keys, counts = random(2, 3, 5, TOKENS, DIM), np.array([16, 1, 7, 8, 9])
+    keys, counts = random(1, 2, 5, TOKENS, DIM), np.array([16, 1, 7, 8, 9])
     records = estimator.summarize(keys, counts)
-    assert records.shape == (2, 3, 5, estimator.nbytes(DIM)) and records.dtype == np.uint8
-    found = estimator.log_mass(random(2, 3, 4, DIM), records, counts, SCALE)
-    assert found.shape == (2, 3, 4, 5) and found.dtype == np.float32 and np.isfinite(found).all()
+    assert records.shape == (1, 2, 5, estimator.nbytes(DIM)) and records.dtype == np.uint8
+    found = estimator.log_mass(random(1, 2, 4, DIM), records, counts, SCALE)
+    assert found.shape == (1, 2, 4, 5) and found.dtype == np.float32 and np.isfinite(found).all()
 
 
 @each
-def test_pages_and_heads_do_not_mix(estimator):
-    keys, counts, query = random(2, 3, TOKENS, DIM), np.array([16, 3, 11]), random(2, 4, DIM, seed=1)
+def test_pages_do_not_mix(estimator):
+    keys, counts, query = random(1, 2, 3, TOKENS, DIM), np.array([16, 3, 11]), random(1, 2, 4, DIM, seed=1)
     whole = estimator.log_mass(query, estimator.summarize(keys, counts), counts, SCALE)
-    for head in range(2):
-        for page in range(3):
-            one, count = keys[head, page : page + 1], counts[page : page + 1]
-            alone = estimator.log_mass(query[head], estimator.summarize(one, count), count, SCALE)
-            assert np.allclose(alone[:, 0], whole[head, :, page], atol=1e-5)
+    for page in range(3):
+        one, count = keys[:, :, page : page + 1], counts[page : page + 1]
+        alone = estimator.log_mass(query, estimator.summarize(one, count), count, SCALE)
+        assert np.allclose(alone[..., 0], whole[..., page], atol=1e-5)
 
 
 @each
 def test_what_lies_behind_the_last_token_counts_for_nothing(estimator):
-    keys, counts = random(1, TOKENS, DIM), np.array([5])
+    keys, counts = random(1, 2, 1, TOKENS, DIM), np.array([5])
     before = estimator.summarize(keys, counts)
-    keys[:, 5:] = np.nan
+    keys[..., 5:, :] = np.nan
     assert (estimator.summarize(keys, counts) == before).all()
 
 
-@each
+@pytest.mark.parametrize("estimator", SUMMARIES, ids=lambda estimator: estimator.name)
 def test_identical_keys_are_estimated_closely(estimator):
     key = np.array([7.0, -3.0, 0.0, 4.0, 1.0, -7.0, 2.0, 5.0], np.float32)  # multiples of the largest over 7
     keys, query = np.broadcast_to(key, (1, TOKENS, DIM)).copy(), random(3, DIM)
@@ -71,19 +84,19 @@ def test_identical_keys_are_estimated_closely(estimator):
 @each
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_keys_that_are_not_finite_tell_nothing(estimator, bad):
-    keys, counts = random(2, TOKENS, DIM), np.array([16, 16])
-    keys[1, 3, 2] = bad
-    found = estimator.log_mass(random(3, DIM), estimator.summarize(keys, counts), counts, SCALE)
-    assert np.isfinite(found[:, 0]).all() and np.isneginf(found[:, 1]).all()
+    keys, counts = random(1, 2, 2, TOKENS, DIM), np.array([16, 16])
+    keys[:, :, 1, 3, 2] = bad
+    found = estimator.log_mass(random(1, 2, 3, DIM), estimator.summarize(keys, counts), counts, SCALE)
+    assert np.isfinite(found[..., 0]).all() and np.isneginf(found[..., 1]).all()
 
 
 @each
 def test_an_estimate_tells_pages_apart(estimator):
     """Pages whose keys point somewhere: the one along the query has by far the largest mass."""
     along = 3 * np.eye(DIM, dtype=np.float32)
-    keys = along[:, None, :] + 0.1 * random(DIM, TOKENS, DIM)
-    counts = np.full(DIM, TOKENS)
-    found = estimator.log_mass(along, estimator.summarize(keys, counts), counts, SCALE)
+    keys = along[:, None, :] + 0.1 * random(1, 2, DIM, TOKENS, DIM)
+    counts, query = np.full(DIM, TOKENS), np.broadcast_to(along, (1, 2, DIM, DIM))
+    found = estimator.log_mass(query, estimator.summarize(keys, counts), counts, SCALE)
     assert (found.argmax(-1) == np.arange(DIM)).all()
 
 
