@@ -1,8 +1,8 @@
 """Keys in a few bits each, to be asked and never attended: the page's keys as one block, coded by a transform that is
 fitted to the model's keys and queries.
 
-**Transform.** An error `e` of a key moves a logit by `q.e`, and so costs `e^T M e`, `M` the second moment of queries. In
-that metric keys have the covariance `M^1/2 S M^1/2 = U L U^T`; along U they are uncorrelated, and queries take the
+**Transform.** An error `e` of a key moves a logit by `q.e`, and so costs `e^T M e`, `M` the second moment of queries.
+In that metric keys have the covariance `M^1/2 S M^1/2 = U L U^T`; along U they are uncorrelated, and queries take the
 inverse way (`axes`). Along a page's tokens a cosine transform follows: neighbours are alike, so the first of its 16
 coefficients, the mean, holds most of the variance (.60 on SmolLM2). The slots behind a page's last token repeat its
 mean.
