@@ -23,7 +23,7 @@ is its magnitude's index, and in its top bit the sign.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ GAINS = 8
 """Gains of a factor e."""
 
 MIDDLE, NOTHING = 128, 255
+"""The byte of gain 1, and of a record that tells nothing."""
 
 FLOOR = 1e-6
 """Of the largest eigenvalue: below it a direction counts as this large, so that matrices have inverses."""
@@ -74,17 +75,14 @@ def fit(samples: Sequence[Sample]) -> State:
     """From at least one text. A text counts as much as it has pages, queries of all texts the same."""
     tokens = sum(sample.keys.shape[2] * sample.keys.shape[3] for sample in samples)
     pages = sum(sample.keys.shape[2] for sample in samples)
-    mean = sum(_whole(one.keys, one.counts).sum((2, 3), dtype=np.float64) for one in samples) / tokens
-    asked = sum(_second(one.queries) / one.queries.shape[2] for one in samples)
+    mean = _total(_whole(one.keys, one.counts).sum((2, 3), dtype=np.float64) for one in samples) / tokens
+    asked = _total(_second(one.queries) / one.queries.shape[2] for one in samples)
     dim = mean.shape[-1]
     level = np.trace(asked, axis1=-2, axis2=-1)[..., None, None] / dim
     root, inverse = _root(
         np.where(level > 0, asked, 1.0) / np.where(level > 0, level, 1.0) + EVEN * np.eye(dim)
     )
-    covariance = 0.0
-    for one in samples:
-        off = _whole(one.keys, one.counts) - mean[:, :, None, None]
-        covariance = covariance + _second(off.reshape(*off.shape[:2], -1, dim).astype(np.float32))
+    covariance = _total(_about(mean, one) for one in samples)
     _, vectors = np.linalg.eigh(root @ (covariance / tokens) @ root)
     vectors = vectors[..., ::-1]
     state = State(
@@ -93,8 +91,9 @@ def fit(samples: Sequence[Sample]) -> State:
         (inverse @ vectors).astype(np.float32),
         np.zeros((*mean.shape[:2], samples[0].keys.shape[3], dim), np.float32),
     )
-    variance = sum((coefficients(state, one.keys, one.counts) ** 2).sum(2) for one in samples) / pages
-    return state._replace(variance=np.maximum(variance, np.finfo(np.float32).tiny))
+    squares = (coefficients(state, one.keys, one.counts) ** 2 for one in samples)
+    variance = _total(one.sum(2, dtype=np.float64) for one in squares) / pages
+    return state._replace(variance=np.maximum(variance, np.finfo(np.float32).tiny).astype(np.float32))
 
 
 def coefficients(state: State, keys: Floats, counts: Counts) -> Floats:
@@ -111,7 +110,8 @@ def shared_bits(variance: Floats, total: int) -> NDArray[np.int64]:
     total = min(total, flat.shape[-1])
     chosen = np.zeros(flat.shape, np.int64)
     np.put_along_axis(chosen, np.argsort(-flat, -1, kind="stable")[..., :total], 1, -1)
-    return chosen.reshape(gains.shape).sum(-1)
+    bits: NDArray[np.int64] = chosen.reshape(gains.shape).sum(-1)
+    return bits
 
 
 class Transform:
@@ -137,8 +137,9 @@ class Transform:
     def summarize(self, keys: Floats, counts: Counts) -> Bytes:
         with np.errstate(invalid="ignore", over="ignore"):
             found = coefficients(self._state, keys, counts)
-        finite = np.isfinite(found).all((-1, -2))
-        unit = np.where(finite[..., None, None], found, 0) / np.sqrt(self._state.variance)[:, :, None]
+        finite = np.asarray(np.isfinite(found).all((-1, -2)))
+        unit: Floats = np.where(finite[..., None, None], found, np.float32(0))
+        unit /= np.sqrt(self._state.variance)[:, :, None]
         gain = np.sqrt((unit[..., 1:, :] ** 2 * self._weight[:, :, None]).sum((-1, -2)))
         code = np.rint(GAINS * np.log(np.maximum(gain, np.finfo(np.float32).tiny))) + MIDDLE
         code = np.clip(code, 0, NOTHING - 1).astype(np.int64)
@@ -196,6 +197,16 @@ def _whole(keys: Floats, counts: Counts) -> Floats:
     """The keys, with their mean in slots that hold no token."""
     slots = filled(keys, counts)[..., None]
     return np.where(slots, keys, means(keys, counts)[..., None, :].astype(np.float32))
+
+
+def _total(parts: Iterable[Doubles]) -> Doubles:
+    return np.asarray(sum(parts), np.float64)
+
+
+def _about(mean: Doubles, one: Sample) -> Doubles:
+    """Second moment of the text's keys about `mean`, `[L, H, D, D]`, summed over slots."""
+    off = _whole(one.keys, one.counts) - mean[:, :, None, None].astype(np.float32)
+    return _second(off.reshape(*off.shape[:2], -1, off.shape[-1]))
 
 
 def _second(vectors: Floats) -> Doubles:

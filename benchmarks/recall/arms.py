@@ -20,33 +20,37 @@ OFF, ORACLE, KEYS = "off", "oracle", "keys-resident"
 
 class Arm(NamedTuple):
     """`late`: placed by what the query before expected. The others are placed by the query itself, as a replay is.
-    `whole`: records of all layers at any budget; what a page keeps when it is cold is part of it when it is low-bit.
+    `aggregate` is of `measure.AGGREGATES`. `whole`: records of all layers at any budget; what a page keeps when it is
+    cold is part of it when it is low-bit.
     """
 
     name: str
     estimator: str
     late: bool = False
     whole: bool = False
+    aggregate: str = "mean"
 
 
 DEFAULT = "deviation-8-8"
 """What the daemon's digests hold (there with float32 scales)."""
 
-BEST = "transform-32"
+SHORT, LONG = "transform-12", "transform-32"
+"""What a budget of a twentieth has room for, and what fits `DIGESTS` for all layers."""
 
 
 def estimators(state: State) -> dict[str, Estimator]:
     """By name. The longest is keys in three bits a value, as low-bit pages hold them."""
     all_of: tuple[Estimator, ...] = (
         Centroid(8), Centroid(4), Box("max", 8), Box("max", 4), Box("mean", 8), Deviation(8, 8), Deviation(4, 4),
-        Deviation(4, 4, parts=2), *(Transform(state, size) for size in (32, 64, 128, 256, 384)),
+        Deviation(4, 4, parts=2), *(Transform(state, size) for size in (8, 12, 16, 32, 64, 128, 256, 384)),
     )  # fmt: skip
     return {one.name: one for one in all_of}
 
 
 def arms(names: list[str]) -> list[Arm]:
-    late = [Arm(f"{name}, a step late", name, late=True) for name in (DEFAULT, BEST)]
-    return [*(Arm(name, name) for name in names), *late, Arm(KEYS, "transform-384", whole=True)]
+    late = [Arm(f"{name}, a step late", name, late=True) for name in (DEFAULT, SHORT, LONG)]
+    few = [Arm(f"{name}, top heads", name, aggregate="top") for name in (SHORT, LONG)]
+    return [*(Arm(name, name) for name in names), *late, *few, Arm(KEYS, "transform-384", whole=True)]
 
 
 def layers_within(limit: float, nbytes: int, layers: int, kv_heads: int, page_bytes: int) -> int:

@@ -1,14 +1,15 @@
 """Estimates against recorded attention: shares, what the best pages by estimate hold, and whose opinion counts.
 
 **Direct reads** are chosen by each layer and KV head for itself, by the shares of its query heads added up.
-**Promotion** chooses pages for all at once, so opinions are put together (`AGGREGATES`); what counts is the page's share
-averaged over all heads and layers.
+**Promotion** chooses pages for all at once, so opinions are put together (`AGGREGATES`); what counts is the page's
+share averaged over all heads and layers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -127,3 +128,36 @@ def learned(given: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     for _ in range(ROUNDS):
         weights *= wanted / (gram @ weights).clamp(min=np.finfo(np.float64).tiny)
     return weights.float().reshape(heads)
+
+
+def with_offsets(log_masses: torch.Tensor, recorded: Recorded, cold: torch.Tensor) -> torch.Tensor:
+    """Each head's estimates moved by what those of resident pages lack on average: their mass is known."""
+    off = (recorded.masses - log_masses)[..., ~cold].mean((2, 3), keepdim=True)
+    return log_masses + off
+
+
+MOVED = 0.8
+"""Cosine between a head's query and the one before, below which the head chooses anew (Liu et al. 2025, "FreeKV:
+Boosting KV cache retrieval for efficient LLM inference")."""
+
+
+class Late(NamedTuple):
+    """Mass that direct reads capture where pages were chosen by the query before, a KV head each: always; but for heads
+    whose query moved far, which are the share `redone`.
+    """
+
+    late: float
+    corrected: float
+    redone: float
+
+
+def a_step_late(estimated: torch.Tensor, true: torch.Tensor, recorded: Recorded) -> Late:
+    """Of shares by KV head `[L, H, N, pages]`; first queries of an ask have none before them and count nowhere."""
+    follow = torch.nonzero(recorded.asks[1:] == recorded.asks[:-1])[:, 0] + 1
+    queries = recorded.queries.reshape(*true.shape[:2], -1, *recorded.queries.shape[2:])  # [L, H, G, N, D]
+    along = torch.cosine_similarity(queries[..., follow, :], queries[..., follow - 1, :], dim=-1).mean(2)
+    moved = (along < MOVED).unsqueeze(-1)
+    now, before, own = estimated[:, :, follow], estimated[:, :, follow - 1], true[:, :, follow]
+    return Late(
+        captured(before, own), captured(torch.where(moved, now, before), own), float(moved.float().mean())
+    )

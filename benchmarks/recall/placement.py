@@ -82,13 +82,13 @@ def a_step_late(scores: torch.Tensor, asks: torch.Tensor, first: torch.Tensor) -
 
 
 def wasted(attendable: torch.Tensor, before: torch.Tensor, recorded: Recorded, lift: float) -> float:
-    """Of pages brought in (attendable, not so in `before` `[P]`), the share that no query of their ask gave `lift` times
-    what as many average tokens get; 0 where none is.
+    """Of pages brought in (attendable, not so in `before` `[P]`), the share that no query of their ask gave `lift`
+    times what as many average tokens get; 0 where none is.
     """
     counts = torch.from_numpy(recorded.layout.counts)
     used = recorded.shares.mean((0, 1)) >= lift * counts / recorded.layout.tokens
     brought = unused = 0
-    for ask in recorded.asks.unique():
+    for ask in range(int(recorded.asks.max()) + 1):
         mine = recorded.asks == ask
         came = attendable[mine].any(0) & ~before
         brought += int(came.sum())

@@ -90,9 +90,9 @@ def _low_bit(
     starts, counts = layout.starts.tolist(), layout.counts.tolist()
     pages = []
     for start, count in zip(starts, counts, strict=True):
-        page = torch.zeros(geometry.shape)
-        page[..., :count, :] = whole[..., start : start + count, :]
-        pages.append(page.flatten().view(torch.uint8).numpy())
+        exact = torch.zeros(geometry.shape)
+        exact[..., :count, :] = whole[..., start : start + count, :]
+        pages.append(exact.flatten().view(torch.uint8).numpy())
     state = codec.fit_state(geometry, pages[1 : 1 + FIT_PAGES], counts[1 : 1 + FIT_PAGES])
     packed = np.zeros(codec.page_bytes(geometry), np.uint8)
     for start, count, page in zip(starts[1:-1], counts[1:-1], pages[1:-1], strict=True):

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+import numpy as np
 import torch
+import xxhash
+from safetensors.torch import load_file, save_file
 
 from tierkv.benchmarks.parts import Parts
 from tierkv.benchmarks.recall import arms, inputs, measure, placement, probes
-from tierkv.benchmarks.recall.arms import BEST, BUDGETS, DEFAULT, DIGESTS, OFF, ORACLE, SMALL
+from tierkv.benchmarks.recall.arms import BUDGETS, DEFAULT, DIGESTS, LONG, OFF, ORACLE, SHORT, SMALL
 from tierkv.benchmarks.recall.inputs import Input
 from tierkv.benchmarks.recall.placement import Room
-from tierkv.benchmarks.recall.recorded import Recorded, recorded
+from tierkv.benchmarks.recall.recorded import VERSION, Recorded, recorded
 from tierkv.benchmarks.recall.records import Record
 from tierkv.daemon.recall import USED_LIFT
 from tierkv.geometry import Geometry
@@ -29,10 +33,13 @@ Told = Callable[[int, int, str], None]
 CODEC = "k3v2"
 """The daemon's default form of low-bit pages."""
 
-LEARNED = (DEFAULT, BEST)
+LEARNED = (DEFAULT, SHORT, LONG)
 """Estimators whose heads' weights are learned, too."""
 
-PROBED_ARMS = (OFF, DEFAULT, f"{DEFAULT}, a step late", BEST, f"{BEST}, a step late", ORACLE)
+PROBED_ARMS = (
+    OFF, DEFAULT, SHORT, LONG, f"{SHORT}, a step late", f"{LONG}, a step late", f"{SHORT}, top heads",
+    f"{LONG}, top heads", ORACLE,
+)  # fmt: skip
 PROBED_FAMILY = "demo"
 
 Log = dict[str, torch.Tensor]
@@ -42,6 +49,21 @@ Log = dict[str, torch.Tensor]
 class Fitted(NamedTuple):
     state: State
     weights: dict[str, torch.Tensor]  # by estimator, [L, Q]
+
+    def save(self, file: Path) -> None:
+        """Whole or not at all."""
+        fresh = file.with_suffix(".part")
+        state = {
+            name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in self.state._asdict().items()
+        }
+        save_file(state | {f"weights {name}": weights for name, weights in self.weights.items()}, fresh)
+        fresh.rename(file)
+
+    @classmethod
+    def load(cls, file: Path) -> Fitted:
+        held = load_file(file)
+        state = State(*(held.pop(name).numpy() for name in State._fields))
+        return cls(state, {name.removeprefix("weights "): weights for name, weights in held.items()})
 
 
 class Bench:
@@ -67,7 +89,6 @@ class Bench:
         shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
         self._paged, self._asked = Geometry(*shape, "bfloat16"), Geometry(*shape, "float32")
         self._codec = get(CODEC)
-        self._fitted: Fitted | None = None
 
     def run(self, kept: Parts[list[Record]], told: Told) -> list[Record]:
         found: list[Record] = []
@@ -82,12 +103,17 @@ class Bench:
 
     def fitted(self) -> Fitted:
         """On texts that are not reported on."""
-        if self._fitted is None:
-            held = [recorded(self._folder, self._model, given) for given in self._fitting]
-            state = fit([measure.sample(one) for one in held])
-            made = arms.estimators(state)
-            self._fitted = Fitted(state, {name: self._weights(made[name], held) for name in LEARNED})
-        return self._fitted
+        texts = msgspec.json.encode([VERSION, LEARNED, [given.tokens for given in self._fitting]])
+        file = self._folder / f"fitted-{xxhash.xxh3_64_hexdigest(texts)}.safetensors"
+        if not file.is_file():
+            self._fit().save(file)
+        return Fitted.load(file)
+
+    def _fit(self) -> Fitted:
+        held = [recorded(self._folder, self._model, given) for given in self._fitting]
+        state = fit([measure.sample(one) for one in held])
+        made = arms.estimators(state)
+        return Fitted(state, {name: self._weights(made[name], held) for name in LEARNED})
 
     @staticmethod
     def _weights(estimator: Estimator, held: list[Recorded]) -> torch.Tensor:
@@ -124,14 +150,18 @@ class Bench:
         cold, heads = measure.cold_pages(one), self._paged.num_kv_heads
         estimated, true = measure.shares(log_masses, one, cold), one.shares[..., cold]
         page = measure.mean(true)
+        by_head = measure.by_kv_head(estimated, heads), measure.by_kv_head(true, heads)
+        moved = measure.shares(measure.with_offsets(log_masses, one, cold), one, cold)
         aggregates = measure.AGGREGATES | ({} if weights is None else {"learned": measure.weighted(weights)})
         return Record(
             given.title, None, estimator.name,
             captured_mass=measure.captured(measure.mean(estimated), page),
-            captured_direct=measure.captured(*(measure.by_kv_head(each, heads) for each in (estimated, true))),
+            captured_direct=measure.captured(*by_head),
             mass_ratio=float(estimated.sum() / true.sum()),
             digest_bytes_ratio=self._ratio(self._paged.num_layers, estimator),
             by_aggregate={name: measure.captured(made(estimated), page) for name, made in aggregates.items()},
+            with_offsets=measure.captured(measure.mean(moved), page),
+            direct_late=measure.a_step_late(*by_head, one)._asdict(),
         )  # fmt: skip
 
     def _ratio(self, layers: int, estimator: Estimator) -> float:
@@ -156,7 +186,9 @@ class Bench:
                 layers = arms.layers_within(DIGESTS, size, layers, heads, page_bytes)
             told = measure.of_last_layers(log_masses[arm.estimator], layers)
             estimated = measure.shares(told, one, cold)
-            scores = torch.zeros_like(true).masked_scatter_(cold.expand_as(true), measure.mean(estimated))
+            scores = torch.zeros_like(true).masked_scatter_(
+                cold.expand_as(true), measure.AGGREGATES[arm.aggregate](estimated)
+            )
             captures[arm.name] = measure.captured(scores[:, cold], true[:, cold])
             if arm.late:
                 scores = placement.a_step_late(scores, one.asks, known)
