@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tierkv.benchmarks.recall.measure import Records
 from tierkv.prefetch.estimators import Estimator
 from tierkv.prefetch.summaries import Box, Centroid, Deviation
 from tierkv.prefetch.transform import State, Transform
@@ -38,13 +39,14 @@ SHORT, LONG = "transform-12", "transform-32"
 """What a budget of a twentieth has room for, and what fits `DIGESTS` for all layers."""
 
 
-def estimators(state: State) -> dict[str, Estimator]:
+def estimators(state: State) -> dict[str, Records]:
     """By name. The longest is keys in three bits a value, as low-bit pages hold them."""
-    all_of: tuple[Estimator, ...] = (
+    alone: tuple[Estimator, ...] = (
         Centroid(8), Centroid(4), Box("max", 8), Box("max", 4), Box("mean", 8), Deviation(8, 8), Deviation(4, 4),
         Deviation(4, 4, parts=2), *(Transform(state, size) for size in (8, 12, 16, 32, 64, 128, 256, 384)),
     )  # fmt: skip
-    return {one.name: one for one in all_of}
+    shared = Records(Box("max", 8), 4), Records(Deviation(8, 8), 4), Records(Centroid(8), 2)
+    return {one.name: one for one in (*map(Records, alone), *shared)}
 
 
 def arms(names: list[str]) -> list[Arm]:
@@ -53,6 +55,6 @@ def arms(names: list[str]) -> list[Arm]:
     return [*(Arm(name, name) for name in names), *late, *few, Arm(KEYS, "transform-384", whole=True)]
 
 
-def layers_within(limit: float, nbytes: int, layers: int, kv_heads: int, page_bytes: int) -> int:
+def layers_within(limit: float, nbytes: float, layers: int, kv_heads: int, page_bytes: int) -> int:
     """How many layers' records of `nbytes` a head fit in `limit` of a page."""
-    return min(layers, int(limit * page_bytes) // (kv_heads * nbytes))
+    return min(layers, int(limit * page_bytes / (kv_heads * nbytes)))

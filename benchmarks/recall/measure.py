@@ -33,22 +33,50 @@ Aggregate = Callable[[torch.Tensor], torch.Tensor]
 """Shares `[L, Q, N, pages]` to one number a page, `[N, pages]`."""
 
 
-def sample(recorded: Recorded) -> Sample:
-    """Keys by page, zeros where there is no token, and queries by KV head."""
-    layout, (layers, heads, _, dim) = recorded.layout, recorded.keys.shape
-    counts = torch.from_numpy(layout.counts)
-    slots = torch.arange(PAGE_TOKENS)
-    at = (torch.from_numpy(layout.starts)[:, None] + slots).clamp(max=layout.tokens - 1)
-    keys = recorded.keys[:, :, at.flatten()].float().reshape(layers, heads, len(counts), PAGE_TOKENS, dim)
+class Records(NamedTuple):
+    """An estimator, and how many pages after the first share a record."""
+
+    estimator: Estimator
+    together: int = 1
+
+    @property
+    def name(self) -> str:
+        return (
+            self.estimator.name if self.together == 1 else f"{self.estimator.name} of {self.together} pages"
+        )
+
+    def nbytes(self, dim: int) -> float:
+        """Of a page, layer and KV head."""
+        return self.estimator.nbytes(dim) / self.together
+
+
+def group_of(pages: int, together: int) -> torch.Tensor:
+    """`[pages]` int64: the first page, which no other is like, is alone."""
+    return (torch.arange(pages) + together - 1) // together
+
+
+def sample(recorded: Recorded, together: int = 1) -> Sample:
+    """Keys by page, or by several, zeros where there is no token; and queries by KV head."""
+    layers, heads, _, dim = recorded.keys.shape
+    of_page = torch.from_numpy(recorded.layout.counts)
+    groups = group_of(len(of_page), together)
+    counts = torch.zeros(int(groups[-1]) + 1, dtype=torch.int64).index_add_(0, groups, of_page)
+    slots, starts = torch.arange(together * PAGE_TOKENS), counts.cumsum(0) - counts
+    at = (starts[:, None] + slots).clamp(max=recorded.layout.tokens - 1)
+    keys = recorded.keys[:, :, at.flatten()].float().reshape(layers, heads, len(counts), len(slots), dim)
     keys *= (slots < counts[:, None])[..., None]
-    return Sample(keys.numpy(), layout.counts, recorded.queries.reshape(layers, heads, -1, dim).numpy())
+    return Sample(keys.numpy(), counts.numpy(), recorded.queries.reshape(layers, heads, -1, dim).numpy())
 
 
-def estimates(estimator: Estimator, given: Sample, recorded: Recorded) -> torch.Tensor:
-    """Log-masses `[L, Q, N, P]`."""
-    records = estimator.summarize(given.keys, given.counts)
-    found = estimator.log_mass(given.queries, records, given.counts, recorded.scale)
-    return torch.from_numpy(found).reshape(recorded.masses.shape)
+def estimates(records: Records, recorded: Recorded) -> torch.Tensor:
+    """Log-masses `[L, Q, N, P]`. Pages that share a record share its mass by their tokens."""
+    given = sample(recorded, records.together)
+    written = records.estimator.summarize(given.keys, given.counts)
+    found = torch.from_numpy(records.estimator.log_mass(given.queries, written, given.counts, recorded.scale))
+    counts = torch.from_numpy(recorded.layout.counts)
+    groups = group_of(len(counts), records.together)
+    part = (counts / torch.from_numpy(given.counts)[groups]).log()
+    return (found[..., groups] + part).reshape(recorded.masses.shape)
 
 
 def of_last_layers(log_masses: torch.Tensor, layers: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,12 +17,12 @@ from tierkv.benchmarks.parts import Parts
 from tierkv.benchmarks.recall import arms, inputs, measure, placement, probes
 from tierkv.benchmarks.recall.arms import BUDGETS, DEFAULT, DIGESTS, LONG, OFF, ORACLE, SHORT, SMALL
 from tierkv.benchmarks.recall.inputs import Input
+from tierkv.benchmarks.recall.measure import Records
 from tierkv.benchmarks.recall.placement import Room
 from tierkv.benchmarks.recall.recorded import VERSION, Recorded, recorded
 from tierkv.benchmarks.recall.records import Record
 from tierkv.daemon.recall import USED_LIFT
 from tierkv.geometry import Geometry
-from tierkv.prefetch.estimators import Estimator
 from tierkv.prefetch.transform import State, fit
 from tierkv.quant import get
 
@@ -116,19 +117,19 @@ class Bench:
         return Fitted(state, {name: self._weights(made[name], held) for name in LEARNED})
 
     @staticmethod
-    def _weights(estimator: Estimator, held: list[Recorded]) -> torch.Tensor:
+    def _weights(estimator: Records, held: list[Recorded]) -> torch.Tensor:
         seen = []
         for one in held:
             cold = measure.cold_pages(one)
-            log_masses = measure.estimates(estimator, measure.sample(one), one)
+            log_masses = measure.estimates(estimator, one)
             seen.append((measure.shares(log_masses, one, cold), one.shares[..., cold]))
         return measure.learned(seen)
 
     def _measure(self, given: Input) -> list[Record]:
         fitted = self.fitted()
         one = recorded(self._folder, self._model, given)
-        sampled, made = measure.sample(one), arms.estimators(fitted.state)
-        log_masses = {name: measure.estimates(estimator, sampled, one) for name, estimator in made.items()}
+        made = arms.estimators(fitted.state)
+        log_masses = {name: measure.estimates(estimator, one) for name, estimator in made.items()}
         records = [
             self._compare(given, one, made[name], log_masses[name], fitted.weights.get(name)) for name in made
         ]
@@ -143,7 +144,7 @@ class Bench:
         return records
 
     def _compare(
-        self, given: Input, one: Recorded, estimator: Estimator, log_masses: torch.Tensor,
+        self, given: Input, one: Recorded, estimator: Records, log_masses: torch.Tensor,
         weights: torch.Tensor | None,
     ) -> Record:  # fmt: skip
         """Estimators of all layers, where all but the ends is cold."""
@@ -164,12 +165,12 @@ class Bench:
             direct_late=measure.a_step_late(*by_head, one)._asdict(),
         )  # fmt: skip
 
-    def _ratio(self, layers: int, estimator: Estimator) -> float:
+    def _ratio(self, layers: int, estimator: Records) -> float:
         records = layers * self._paged.num_kv_heads
         return records * estimator.nbytes(self._paged.head_dim) / self._paged.page_bytes
 
     def _place(
-        self, given: Input, one: Recorded, made: dict[str, Estimator], log_masses: Log, budget: float,
+        self, given: Input, one: Recorded, made: dict[str, Records], log_masses: Log, budget: float,
         asker: probes.Asker | None,
     ) -> list[Record]:  # fmt: skip
         """Every arm within one budget."""
@@ -193,7 +194,7 @@ class Bench:
             if arm.late:
                 scores = placement.a_step_late(scores, one.asks, known)
             digests[arm.name] = self._ratio(layers, estimator)
-            placed[arm.name] = room.attendable(scores, layers * heads * size)
+            placed[arm.name] = room.attendable(scores, ceil(layers * heads * size))
         oracle = float(placement.recall(placed[ORACLE], one).mean())
         answered = self._answers(given, one, placed, asker) if asker is not None and budget <= SMALL else {}
         return [

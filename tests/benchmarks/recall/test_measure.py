@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tierkv.benchmarks.recall.recorded import Recorded
 from tierkv.benchmarks.recall.records import Record
 from tierkv.benchmarks.recall.table import render
 from tierkv.geometry import Geometry
+from tierkv.prefetch.summaries import Centroid
 from tierkv.quant import get
 from tierkv.regions import Region, Run
 from tierkv.study.estimators import Layout
@@ -91,6 +94,23 @@ def test_a_head_whose_query_moved_chooses_anew():
     )
     one.queries[0, 0, 1] = torch.tensor([1.0, 0.9])
     assert measure.a_step_late(one.shares, one.shares, one).corrected == pytest.approx(0.1 / 0.3)
+
+
+def test_pages_that_share_a_record_share_its_mass_by_their_tokens():
+    keys = torch.randn(2, 1, 60, 8, generator=torch.Generator().manual_seed(1))
+    counts = np.array([16, 16, 4, 8, 16])
+    queries = torch.randn(2, 1, 3, 8, generator=torch.Generator().manual_seed(2))
+    one = Recorded(
+        keys.half(), queries, torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 3), torch.zeros(2, 1, 5),
+        torch.zeros(3, dtype=torch.int64), Layout(counts), 0.5,
+    )  # fmt: skip
+    assert measure.group_of(5, 2).tolist() == [0, 1, 1, 2, 2]
+    found = measure.estimates(measure.Records(Centroid(8), 2), one)
+    spans = [(0, 16), (16, 36), (16, 36), (36, 60), (36, 60)]
+    for page, (start, stop) in enumerate(spans):
+        mean = keys.half().float()[:, :, start:stop].mean(2)
+        expected = (queries * mean[:, :, None]).sum(-1) * 0.5 + math.log(counts[page])
+        assert torch.allclose(found[..., page], expected, atol=0.1)
 
 
 # Placement
