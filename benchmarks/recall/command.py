@@ -28,17 +28,18 @@ def recall(
         Path, typer.Option(help="Folder of recorded attention, kept for the next run.")
     ] = Path("out/recall-recorded"),
     out: Annotated[Path, typer.Option(help="File of figures.")] = Path("out/recall.json"),
+    plot: Annotated[Path, typer.Option(help="File of the picture.")] = Path("out/recall.png"),
 ) -> None:
     """How well cold pages of SmolLM2-135M are told apart, and what budgets attend, beside an oracle's choice."""
     with plain_errors():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads take no core
         require()
-        check_writable(out)
+        check_writable(out, plot)
         from tierkv.benchmarks.quant.inputs import find_data
 
         folder = find_data(data)
         from tierkv.benchmarks.parts import Parts  # torch and transformers: seconds
-        from tierkv.benchmarks.recall import table
+        from tierkv.benchmarks.recall import picture, table
         from tierkv.benchmarks.recall.records import Record
         from tierkv.benchmarks.recall.run import Bench
         from tierkv.study.memdecay.cli import progress, show, write
@@ -48,6 +49,7 @@ def recall(
         with progress() as told:
             found = bench.run(Parts(out.with_suffix(".parts"), resume, list[Record]), told)
         write(out, found)
+        picture.draw(found, plot)
         show(as_json, found, lambda: table.render(found))
         if not as_json:
-            print(f"written to {out}")
+            print(f"written to {out} and {plot}")

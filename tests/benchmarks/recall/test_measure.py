@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierkv.benchmarks.recall import arms, measure, placement
+from tierkv.benchmarks.recall import arms, measure, picture, placement
 from tierkv.benchmarks.recall.inputs import Input
 from tierkv.benchmarks.recall.placement import Room
 from tierkv.benchmarks.recall.recorded import Recorded
@@ -202,3 +202,17 @@ def test_tables_are_drawn_from_records():
     )  # fmt: skip
     text = console.export_text()
     assert "0.750" in text and "5% of the context" in text and "Answers over the exact context: 0.750" in text
+
+
+def test_the_picture_has_a_point_an_estimator(tmp_path):
+    records = [
+        Record(name, None, arm, captured_mass=captured, digest_bytes_ratio=ratio)
+        for name, arm, captured, ratio in (
+            ("a", "box-8", 0.5, 0.02), ("b", "box-8", 0.7, 0.02), ("a", "transform-12", 0.9, 0.004),
+        )
+    ]  # fmt: skip
+    assert picture.points(records) == {
+        "box": [(2.0, pytest.approx(0.6), "box-8")], "transform": [(pytest.approx(0.4), 0.9, "transform-12")],
+    }  # fmt: skip
+    picture.draw(records, tmp_path / "new" / "recall.png")
+    assert (tmp_path / "new" / "recall.png").read_bytes().startswith(b"\x89PNG")
