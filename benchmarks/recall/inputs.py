@@ -11,6 +11,7 @@ No text of `report` is in `fitting`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,12 +52,11 @@ class Input(NamedTuple):
 
 
 def report(tokenizer: PreTrainedTokenizerBase, data: Path | None) -> list[Input]:
-    """What figures are of."""
-    return [
-        *_demo(tokenizer),
-        *_scenarios("report", tokenizer),
-        *_tau_airline(inputs.REPORT, tokenizer, data),
-    ]
+    """What figures are of. Families take turns, so that the first few inputs are of different ones."""
+    turns = zip_longest(
+        _tau_airline(inputs.REPORT, tokenizer, data), _demo(tokenizer), _scenarios("report", tokenizer)
+    )
+    return [given for turn in turns for given in turn if given is not None]
 
 
 def fitting(tokenizer: PreTrainedTokenizerBase, data: Path | None) -> list[Input]:
