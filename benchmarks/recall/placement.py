@@ -33,11 +33,9 @@ class Room(NamedTuple):
     @classmethod
     def of(cls, given: Input, layout: Layout, share: float, geometry: Geometry, codec: Codec) -> Room:
         """`share` is of the context's bytes in bfloat16."""
-        pages = len(layout.counts)
         low = codec.page_bytes(geometry)
         budget = int(share * layout.tokens * geometry.page_bytes / geometry.page_tokens)
-        exact = torch.zeros(pages, dtype=torch.bool)
-        exact[0] = exact[-1] = True
+        exact = exact_pages(layout)
         pinned = region_pages(given, layout) & ~exact
         held = int(PIN_QUOTA * budget) // low
         return cls(budget, geometry.page_bytes, low, exact, pinned & (pinned.cumsum(0) <= held))
@@ -55,6 +53,12 @@ class Room(NamedTuple):
         return self.exact.expand_as(order).clone().scatter_(-1, best, True)
 
 
+def exact_pages(layout: Layout) -> torch.Tensor:
+    """`[P]` bool: the first and the open one."""
+    at = torch.arange(len(layout.counts))
+    return (at == 0) | (at == at[-1])
+
+
 def region_pages(given: Input, layout: Layout) -> torch.Tensor:
     """`[P]` bool: pages of the pinned region."""
     found, start = torch.zeros(len(layout.counts), dtype=torch.bool), 0
@@ -66,11 +70,11 @@ def region_pages(given: Input, layout: Layout) -> torch.Tensor:
     return found
 
 
-def recall(attendable: torch.Tensor, recorded: Recorded) -> torch.Tensor:
-    """`[N]`: the share of attention, mean over heads and layers, that lies on attendable pages and new tokens."""
-    page_shares = recorded.shares.mean((0, 1))
-    cold = (page_shares * ~attendable).sum(-1)
-    return 1 - cold
+def recall(attendable: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """`[N]`: the share of attention that lies on attendable pages and new tokens. Both are `[N, P]`, `shares` those of
+    pages, mean over heads and layers.
+    """
+    return 1 - (shares * ~attendable).sum(-1)
 
 
 def a_step_late(scores: torch.Tensor, asks: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -81,12 +85,14 @@ def a_step_late(scores: torch.Tensor, asks: torch.Tensor, first: torch.Tensor) -
     return late
 
 
-def wasted(attendable: torch.Tensor, before: torch.Tensor, recorded: Recorded, lift: float) -> float:
+def wasted(
+    attendable: torch.Tensor, before: torch.Tensor, shares: torch.Tensor, recorded: Recorded, lift: float
+) -> float:
     """Of pages brought in (attendable, not so in `before` `[P]`), the share that no query of their ask gave `lift`
     times what as many average tokens get; 0 where none is.
     """
     counts = torch.from_numpy(recorded.layout.counts)
-    used = recorded.shares.mean((0, 1)) >= lift * counts / recorded.layout.tokens
+    used = shares >= lift * counts / recorded.layout.tokens
     brought = unused = 0
     for ask in range(int(recorded.asks.max()) + 1):
         mine = recorded.asks == ask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,8 +44,8 @@ PROBED_ARMS = (
 )  # fmt: skip
 PROBED_FAMILY = "demo"
 
-Log = dict[str, torch.Tensor]
-"""Log-masses `[L, Q, N, P]` by estimator."""
+Scored = Callable[[str, int, str], torch.Tensor]
+"""Scores `[N, P]` of pages, by an estimator's name, how many last layers it describes, and an aggregate's name."""
 
 
 class Fitted(NamedTuple):
@@ -139,8 +140,16 @@ class Bench:
             right = [asker.ask(number, {"full": None})["full"] for number in range(len(given.asks))]
             asked = len(given.asks)
             records.append(Record(given.title, 1.0, "full", 1.0, 1.0, sum(right) / asked, questions=asked))
+
+        @cache
+        def scored(estimator: str, layers: int, aggregate: str) -> torch.Tensor:
+            told = measure.of_last_layers(log_masses[estimator], layers)
+            scores, cold = torch.zeros(one.masses.shape[2:]), ~placement.exact_pages(one.layout)
+            wanted = measure.AGGREGATES[aggregate](measure.shares(told, one, cold))
+            return scores.masked_scatter_(cold.expand_as(scores), wanted)
+
         for budget in BUDGETS:
-            records += self._place(given, one, made, log_masses, budget, asker)
+            records += self._place(given, one, made, scored, budget, asker)
         return records
 
     def _compare(
@@ -170,7 +179,7 @@ class Bench:
         return records * estimator.nbytes(self._paged.head_dim) / self._paged.page_bytes
 
     def _place(
-        self, given: Input, one: Recorded, made: dict[str, Records], log_masses: Log, budget: float,
+        self, given: Input, one: Recorded, made: dict[str, Records], scored: Scored, budget: float,
         asker: probes.Asker | None,
     ) -> list[Record]:  # fmt: skip
         """Every arm within one budget."""
@@ -185,25 +194,21 @@ class Bench:
             layers = self._paged.num_layers
             if budget <= SMALL and not arm.whole:
                 layers = arms.layers_within(DIGESTS, size, layers, heads, page_bytes)
-            told = measure.of_last_layers(log_masses[arm.estimator], layers)
-            estimated = measure.shares(told, one, cold)
-            scores = torch.zeros_like(true).masked_scatter_(
-                cold.expand_as(true), measure.AGGREGATES[arm.aggregate](estimated)
-            )
+            scores = scored(arm.estimator, layers, arm.aggregate)
             captures[arm.name] = measure.captured(scores[:, cold], true[:, cold])
             if arm.late:
                 scores = placement.a_step_late(scores, one.asks, known)
             digests[arm.name] = self._ratio(layers, estimator)
             placed[arm.name] = room.attendable(scores, ceil(layers * heads * size))
-        oracle = float(placement.recall(placed[ORACLE], one).mean())
+        oracle = float(placement.recall(placed[ORACLE], true).mean())
         answered = self._answers(given, one, placed, asker) if asker is not None and budget <= SMALL else {}
         return [
             Record(
-                given.title, budget, name, float(placement.recall(attendable, one).mean()), oracle,
+                given.title, budget, name, float(placement.recall(attendable, true).mean()), oracle,
                 probe_recall=answered.get(name),
                 captured_mass=captures.get(name),
                 digest_bytes_ratio=digests[name],
-                wasted_ratio=placement.wasted(attendable, off[0], one, USED_LIFT),
+                wasted_ratio=placement.wasted(attendable, off[0], true, one, USED_LIFT),
                 questions=len(given.asks) if name in answered else 0,
             )
             for name, attendable in placed.items()

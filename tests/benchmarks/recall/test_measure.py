@@ -157,7 +157,7 @@ def test_pins_end_at_their_quota():
 def test_recall_is_what_attendable_pages_and_new_tokens_get():
     one = recorded([[0.1, 0.2, 0.3], [0.4, 0.1, 0.1]])
     attendable = torch.tensor([[True, False, True], [True, True, False]])
-    assert torch.allclose(placement.recall(attendable, one), torch.tensor([0.8, 0.9]))
+    assert torch.allclose(placement.recall(attendable, measure.mean(one.shares)), torch.tensor([0.8, 0.9]))
 
 
 def test_a_step_late_each_question_begins_with_what_was_known():
@@ -174,8 +174,10 @@ def test_pages_brought_in_for_nothing_are_wasted():
     one = recorded([[0.9, 0.01, 0.02, 0.02], [0.8, 0.01, 0.02, 0.02]], asks=[0, 0])
     attendable = torch.tensor([[True, True, False, False]] * 2)
     before = torch.tensor([False, False, True, False])
-    assert placement.wasted(attendable, before, one, 2.0) == 0.5  # twice a quarter is .5: the first got it
-    assert placement.wasted(attendable, attendable[0], one, 2.0) == 0.0
+    assert (
+        placement.wasted(attendable, before, measure.mean(one.shares), one, 2.0) == 0.5
+    )  # twice a quarter is .5: the first got it
+    assert placement.wasted(attendable, attendable[0], measure.mean(one.shares), one, 2.0) == 0.0
 
 
 def test_long_records_describe_fewer_layers():
