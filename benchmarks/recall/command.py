@@ -16,6 +16,9 @@ from tierkv.terminal import plain_errors
 def recall(
     quick: Annotated[bool, typer.Option("--quick", help="One input: under a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    count: Annotated[
+        int | None, typer.Option("--inputs", min=1, max=18, help="How many inputs; by default all.")
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(help="Folder of tau-airline; by default ../shared/data/tau_airline, if it is there."),
@@ -45,7 +48,7 @@ def recall(
         from tierkv.study.memdecay.cli import progress, show, write
         from tierkv.study.model import load_smollm2
 
-        bench = Bench(*load_smollm2(), folder, recorded, quick)
+        bench = Bench(*load_smollm2(), folder, recorded, quick, count)
         with progress() as told:
             found = bench.run(Parts(out.with_suffix(".parts"), resume, list[Record]), told)
         write(out, found)

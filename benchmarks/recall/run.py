@@ -73,6 +73,7 @@ class Bench:
 
     Args:
         folder: of recorded attention.
+        count: of inputs; None: all.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Bench:
     ) -> None:
         self._model, self._tokenizer, self._folder = model, tokenizer, folder
         self._report, self._fitting = inputs.report(tokenizer, data), inputs.fitting(tokenizer, data)
+        self._report = self._report[:count]
         if quick:
             self._report, self._fitting = self._report[:1], self._fitting[:2]
         config = model.config
