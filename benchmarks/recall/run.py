@@ -83,6 +83,7 @@ class Bench:
         data: Path | None,
         folder: Path,
         quick: bool,
+        count: int | None = None,
     ) -> None:
         self._model, self._tokenizer, self._folder = model, tokenizer, folder
         self._report, self._fitting = inputs.report(tokenizer, data), inputs.fitting(tokenizer, data)
