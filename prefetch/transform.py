@@ -4,8 +4,7 @@ fitted to the model's keys and queries.
 **Transform.** An error `e` of a key moves a logit by `q.e`, and so costs `e^T M e`, `M` the second moment of queries.
 In that metric keys have the covariance `M^1/2 S M^1/2 = U L U^T`; along U they are uncorrelated, and queries take the
 inverse way (`axes`). Along a page's tokens a cosine transform follows: neighbours are alike, so the first of its 16
-coefficients, the mean, holds most of the variance (.60 on SmolLM2). The slots behind a page's last token repeat its
-mean.
+coefficients, the mean, holds most of the variance. The slots behind a page's last token repeat its mean.
 
 **Bits.** The coefficients of a page, tokens times dimensions, get `bits` 0 to 5, one after the other to where it
 reduces the error most ("reverse water-filling", Cover and Thomas, ch. 10). Codes are Lloyd's and Max's for a Gaussian
