@@ -7,6 +7,7 @@ import typer
 from tierkv.benchmarks.attention.command import attention
 from tierkv.benchmarks.decode.command import decode
 from tierkv.benchmarks.quant.command import facts, quant
+from tierkv.benchmarks.recall.command import recall
 
 app = typer.Typer(no_args_is_help=True, help="Benchmarks, each figure beside its peer's.")
 
@@ -14,3 +15,4 @@ app.command()(quant)
 app.command()(facts)
 app.command()(decode)
 app.command()(attention)
+app.command()(recall)

@@ -34,7 +34,7 @@ def _quality(records: Sequence[Record]) -> Table:
     run = records[0].run
     least, most = min(run.context), max(run.context)
     tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    table = _table(
+    table = plain_table(
         f"{run.model}, {len(run.inputs)} inputs of {tokens} cached tokens: what {run.forced} next tokens lose "
         f"(first {run.sinks} and last {run.recent} exact)"
     )
@@ -59,7 +59,7 @@ def _quality(records: Sequence[Record]) -> Table:
 
 def _speed(records: Sequence[Record]) -> Table:
     run = records[0].run
-    table = _table(
+    table = plain_table(
         "GB/s of exact bytes on one thread (x memcpy), and attention in place over "
         f"{run.attention_tokens:,} tokens, ms a token (x exact pages): float32; one bfloat16 layer of an 8B model"
     )
@@ -80,7 +80,7 @@ def _speed(records: Sequence[Record]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
     """Narrow: both tables fit in 100 columns."""
     return Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
 
