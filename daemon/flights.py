@@ -46,6 +46,8 @@ class Flights:
         self._acts.setdefault(slot, Counter())[act] += 1
         if pool == "hbm" and act not in (Act.FORK, Act.FIT):
             self._state.pages.coming[slot] += size_class.item
+        if act is Act.DIGEST:
+            self._state.pages.summarizing[slot] = True
         return move
 
     def charge(self, size: int) -> None:
@@ -65,4 +67,6 @@ class Flights:
             self._state.pages.moving[slot] -= 1
         if move.pool == "hbm" and move.act not in (Act.FORK, Act.FIT):
             self._state.pages.coming[move.slot] -= move.size_class.item
+        if move.act is Act.DIGEST:
+            self._state.pages.summarizing[move.slot] = False
         return move

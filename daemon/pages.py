@@ -89,6 +89,7 @@ class PageStore:
         self.host_kind = np.zeros(0, np.int8)
         self.checksum = np.zeros(0, np.uint64)  # of the host replica
         self.digest = np.zeros(0, np.int64)  # HBM offset of the digest that a cold page leaves
+        self.summarizing = np.zeros(0, bool)  # a move is making its digest
         self.moving = np.zeros(0, np.int16)  # moves in flight that read or write the page
         self.coming = np.zeros(0, np.int64)  # HBM bytes that they will have written for it
         self.doomed = np.zeros(0, bool)  # released while moving

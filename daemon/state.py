@@ -413,15 +413,17 @@ class State:
         return exact * model.exact.item + packed + digests + coming + session.retiring_bytes
 
     def may_hold_digest(self, session: Session | None) -> bool:
-        """One more digest fits into the session's own budget, and into the share of it that digests may take (always
-        without one): else a long session's digests would fill it, and nothing of it could give way.
+        """One more digest fits into the session's own budget, and into the share of it that digests, those being made
+        included, may take (always without one): else a long session's digests would fill it, and nothing of it could
+        give way.
         """
         if session is None or not session.options.hbm_budget:
             return True
         budget, size = session.options.hbm_budget, session.model.digest.item
-        held = int(np.count_nonzero(self.pages.digest[session.pages.view] != NOWHERE)) + 1
+        slots = session.pages.view
+        held = np.count_nonzero((self.pages.digest[slots] != NOWHERE) | self.pages.summarizing[slots]) + 1
         fits = self.hbm_bytes_of(session) + size <= budget
-        return fits and held * size <= self.config.digest_share * budget
+        return fits and int(held) * size <= self.config.digest_share * budget
 
     def kept_for_low_bit(self, model: Model) -> int:
         """Free frames (one or none) that wait for low-bit pages: while no slot is free for one, or, with a middle form,
