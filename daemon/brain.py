@@ -106,6 +106,8 @@ class Brain:
         if not self.adoption.pending:
             self.pressure.relieve()
             self.recall.advance()
+            if isinstance(event, events.MoveDone):
+                self.promotion.resume()
         state.flush()
         out, state.out = state.out, []
         if self._validate:

@@ -51,7 +51,10 @@ class Counters:
     dropped_pages: Counter[tuple[str, str]] = field(default_factory=Counter)  # region, reason
     lost_pages: int = 0
     recalled_pages: int = 0
-    prefetched: Counter[str] = field(default_factory=Counter)  # pages by outcome: used, late, wasted
+    prefetched: Counter[str] = field(
+        default_factory=Counter
+    )  # pages by outcome: used, late, wasted, cancelled
+    ping_pongs: int = 0  # pages demoted soon after they were promoted
     without_digest: int = 0  # pages that left HBM and found no room for a digest
     needed_cold: int = 0  # pages that audits found not attended although they had much mass
     attention_recall: Buckets = field(default_factory=lambda: Buckets(RATIO_EDGES))

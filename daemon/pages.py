@@ -46,6 +46,7 @@ class Outcome(IntEnum):
     NONE = 0
     PENDING = 1  # it is there and was not attended much yet
     USED = 2
+    AWAITED = 3  # as PENDING, and a step had asked for it
 
 
 Reason = Literal[
@@ -63,7 +64,7 @@ TIER = {Kind.EXACT: "hbm", Kind.MIDDLE: "middle", Kind.QUANTIZED: "quantized", K
 """Tier of a page that is not dropped, by its kind."""
 
 NEVER = -np.inf
-"""`PageStore.moved_step` of a page that never moved."""
+"""`PageStore.moved_step` of a page that never moved, `promoted_step` of one that never came back."""
 
 
 class PageStore:
@@ -104,6 +105,7 @@ class PageStore:
         self.recalled = np.zeros(0, np.int8)  # Outcome of its last recall
         self.wanted_until = np.zeros(0, np.float32)  # decode step up to which a recalled page should stay
         self.moved_step = np.zeros(0, np.float32)  # decode step of the last tier change
+        self.promoted_step = np.zeros(0, np.float32)  # decode step of the last promotion
         self.moved_why = np.zeros(0, np.int8)  # index into REASONS: why it did
         self.retry_at = np.zeros(0, np.float64)
         self.refused = np.zeros(0, bool)  # the codec refused it: stays exact
@@ -132,7 +134,7 @@ class PageStore:
         self.refs[slot], self.live[slot], self.ladder[slot] = 1, True, ladder
         self.exact[slot] = exact
         self.middle[slot] = self.quant[slot] = self.host[slot] = self.digest[slot] = NOWHERE
-        self.moved_step[slot] = NEVER
+        self.moved_step[slot] = self.promoted_step[slot] = NEVER
         self.kind[slot] = Kind.EXACT if exact != NOWHERE else Kind.NONE
         self.index[page] = slot
         return slot
