@@ -13,7 +13,7 @@ PING_PONG_STEPS = 32
 
 @dataclass
 class Ledger:
-    prefetched: Counter[str] = field(default_factory=Counter)  # pages by outcome (`metrics.OUTCOMES`)
+    prefetched: Counter[str] = field(default_factory=Counter)  # pages by outcome (`counters.OUTCOMES`)
     ping_pongs: int = 0
     needed_cold: int = 0  # pages that audits found needed and not attended
     missed: float = 0.0  # mass that audits found on cold pages, added up

@@ -74,7 +74,9 @@ class Recall:
         pages.mass[slots] = np.where(known, newest, before)
         level = USED_LIFT / np.count_nonzero(~np.isnan(mass)) if known.any() else np.inf
         cold = (pages.kind[slots] == Kind.NONE) & (pages.host[slots] != NOWHERE)
-        session.ledger.expected = float(sums[cold & known].sum())
+        if (cold & known).any():
+            session.ledger.expected = float(sums[cold & known].sum())
+            self._state.counters.expected_mass.add(session.ledger.expected)
         pending = pages.recalled[slots] == Outcome.PENDING
         used = (pending | (pages.recalled[slots] == Outcome.AWAITED)) & (pages.kind[slots] != Kind.NONE)
         used &= sums >= level * session.counts.view[:rows]
