@@ -182,11 +182,11 @@ def test_sessions_are_listed_for_people_and_programs(daemon: Daemon) -> None:
         step(client, session, 1, 48)
         step(client, session, 1, 1, steps=1)
         session.observe(np.full(49, 1 / 49, np.float32), Audit(0.75, 0.9, 0.25, 0.2, 3))
-        until(lambda: client.sessions()[0].audits == 1)
+        until(lambda: client.sessions()[0].audits == 1, 5.0)
         (told,) = json.loads(run("tierkv", "sessions", "--json", *where).stdout)
         head, line = run("tierkv", "sessions", *where).stdout.splitlines()
         session.close()
-        until(lambda: client.sessions() == [])
+        until(lambda: client.sessions() == [], 5.0)
     assert (told["session"], told["model"], told["tokens"], told["step"]) == (session.id, "m", 49, 1)
     assert (told["attention_recall"], told["missed_mass"], told["needed_cold_pages"]) == (0.75, 0.25, 3)
     assert told["pages"] == {"hbm": 4, "middle": 0, "quantized": 0, "host": 0, "dropped": 0}
