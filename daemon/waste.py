@@ -1,7 +1,7 @@
 """How picky background recall is: the more of what it brought back left again without being attended, the more.
 
 A page is worth a place in HBM by its *lift*: its expected mass against that of as many average tokens. While more
-than `MOST_WASTED` of the last pages were wasted, a bar rises that a page's expected lift must reach; when few are, or
+than `RISE_ABOVE` of the last pages were wasted, a bar rises that a page's expected lift must reach; when few are, or
 nothing happens for long, it sinks. It stops at `HIGHEST_BAR`: a page that is expected to get much is always worth one.
 
 The bar is only for pages that would take another's place. Free room is filled whatever the bar says, so that it costs
@@ -14,6 +14,9 @@ from collections import deque
 
 MOST_WASTED = 0.25
 """Share of the last pages brought back that may be wasted."""
+
+RISE_ABOVE = 0.8 * MOST_WASTED
+"""Share above which the bar rises: below the bound, since it acts only on pages to come."""
 
 REMEMBERED = 64
 """Pages whose outcome is remembered."""
@@ -49,9 +52,9 @@ class Waste:
         self._faded_at = now
         if len(self._last) < LEAST_KNOWN:
             return
-        if self.share > MOST_WASTED:
+        if self.share > RISE_ABOVE:
             self.bar = min(HIGHEST_BAR, max(LOWEST_BAR, self.bar * STEP))
-        elif self.share < MOST_WASTED / 2:
+        elif self.share < RISE_ABOVE / 2:
             self._lower(STEP)
 
     def fade(self, now: float) -> None:

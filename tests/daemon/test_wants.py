@@ -57,7 +57,7 @@ def test_the_bar_is_none_or_between_its_bounds_and_rises_only_while_too_much_is_
         last = [*last, wasted][-REMEMBERED:]
         assert waste.share == sum(last) / len(last)
         assert waste.bar == 0.0 or LOWEST_BAR <= waste.bar <= HIGHEST_BAR
-        rises = len(last) >= LEAST_KNOWN and waste.share > 0.25
+        rises = len(last) >= LEAST_KNOWN and waste.share > 0.2
         assert waste.bar > before or not rises or before == HIGHEST_BAR
         assert waste.bar <= before or rises
 
