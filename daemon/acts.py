@@ -36,6 +36,9 @@ RELOCATES = {Kind.MIDDLE: Act.RELOCATE_MIDDLE, Kind.QUANTIZED: Act.RELOCATE}
 RECALLS = {Kind.MIDDLE: Act.RECALL_MIDDLE, Kind.QUANTIZED: Act.RECALL}
 """The acts of a packed form."""
 
+RETURNS = (Act.PROMOTE, Act.RECALL, Act.RECALL_MIDDLE)
+"""Acts that bring a page back."""
+
 HOST_FORM = {Act.BACKUP: Kind.EXACT, Act.PACK: Kind.QUANTIZED, Act.PACK_MIDDLE: Kind.MIDDLE}
 """The form that an act writes into host memory."""
 

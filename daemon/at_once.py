@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from tierkv.daemon.loop_contract import BrainLike
-from tierkv.protocol import Done, Drain, Explain, Operation, Ping, Result, Stats, StatsResult
+from tierkv.protocol import (
+    Done,
+    Drain,
+    Explain,
+    Operation,
+    Ping,
+    Result,
+    Sessions,
+    SessionsResult,
+    Stats,
+    StatsResult,
+)
 
-AT_ONCE = (Ping, Stats, Explain, Drain)
+AT_ONCE = (Ping, Stats, Sessions, Explain, Drain)
 """`Drain` is an event, too; it has no answer of the brain's."""
 
 
@@ -14,6 +25,8 @@ def answer(brain: BrainLike, op: Operation) -> Result:
     match op:
         case Stats(session):
             return StatsResult(brain.snapshot().flat() if session < 0 else brain.session_stats(session))
+        case Sessions():
+            return SessionsResult(brain.sessions())
         case Explain(session, page, token):
             return brain.explain(session, page, token)
     return Done()

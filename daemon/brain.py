@@ -33,7 +33,7 @@ from tierkv.daemon.promotion import Promotion
 from tierkv.daemon.recall import Recall
 from tierkv.daemon.scoring import Scores
 from tierkv.daemon.sessions import Client, Session
-from tierkv.daemon.snapshot import Snapshot, session_stats, take_snapshot
+from tierkv.daemon.snapshot import Snapshot, figures, session_stats, take_snapshot
 from tierkv.daemon.state import BrainConfig, State
 from tierkv.errors import (
     Backpressure,
@@ -43,6 +43,7 @@ from tierkv.errors import (
     RequestError,
     TierKVError,
 )
+from tierkv.figures import SessionFigures
 from tierkv.protocol import BlankPage, Done, Explained, Failure, Reserved, Table
 from tierkv.regions import Region, parse_region
 from tierkv.table import NOWHERE, lay_out, pages_needed
@@ -106,6 +107,8 @@ class Brain:
         if not self.adoption.pending:
             self.pressure.relieve()
             self.recall.advance()
+            if isinstance(event, events.MoveDone):
+                self.promotion.resume()
         state.flush()
         out, state.out = state.out, []
         if self._validate:
@@ -131,6 +134,10 @@ class Brain:
     def session_stats(self, session: int) -> dict[str, float]:
         """The same for one session. Raises `UnknownSession`."""
         return session_stats(self.state, session)
+
+    def sessions(self) -> list[SessionFigures]:
+        """Every session's figures, in the order of their ids."""
+        return [figures(self.state, session) for _, session in sorted(self.state.sessions.items())]
 
     def explain(self, session: int, page: int = -1, token: int = -1) -> Explained:
         """Why one page is where it is, as of the last event (`explain.explain`). Changes nothing, and is in no log."""
@@ -390,6 +397,9 @@ class Brain:
             self.recall.observed(session, event.mass)
             if event.audit is not None:
                 self.state.counters.audited(event.audit)
+                session.ledger.audited(event.audit)
+            self.state.counters.blocked_seconds += event.blocked
+            session.ledger.blocked_seconds += event.blocked
         self._answer(event.request, Done())
 
     def _recalled(self, event: events.Recalled) -> None:

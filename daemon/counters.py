@@ -19,6 +19,12 @@ SECONDS_EDGES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 ERROR_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.12, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Upper edges of a page's error ratio; .035 and .12 are what 3 and 2 bits a value lose of a Gaussian."""
 
+MASS_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+"""Upper edges of shares of attention on cold pages."""
+
+OUTCOMES = ("used", "late", "wasted", "cancelled")
+"""What became of pages that attention was expected on."""
+
 SIDES = ("keys", "values")
 
 
@@ -51,11 +57,15 @@ class Counters:
     dropped_pages: Counter[tuple[str, str]] = field(default_factory=Counter)  # region, reason
     lost_pages: int = 0
     recalled_pages: int = 0
-    prefetched: Counter[str] = field(default_factory=Counter)  # pages by outcome: used, late, wasted
+    prefetched: Counter[str] = field(default_factory=Counter)  # pages by outcome
+    ping_pongs: int = 0  # pages demoted soon after they were promoted
     without_digest: int = 0  # pages that left HBM and found no room for a digest
     needed_cold: int = 0  # pages that audits found not attended although they had much mass
     attention_recall: Buckets = field(default_factory=lambda: Buckets(RATIO_EDGES))
     recall_seconds: Buckets = field(default_factory=lambda: Buckets(SECONDS_EDGES))
+    missed_mass: Buckets = field(default_factory=lambda: Buckets(MASS_EDGES))
+    expected_mass: Buckets = field(default_factory=lambda: Buckets(MASS_EDGES))
+    blocked_seconds: float = 0.0  # that steps waited, by their workers' clocks
     last_audit: Audit | None = None
     quantization_errors: dict[str, Buckets] = field(
         default_factory=lambda: {side: Buckets(ERROR_EDGES) for side in SIDES}
@@ -74,3 +84,4 @@ class Counters:
         self.needed_cold += audit.needed_cold
         self.last_audit = audit
         self.attention_recall.add(audit.attended)
+        self.missed_mass.add(audit.missed)

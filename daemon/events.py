@@ -87,6 +87,7 @@ class Observed(NamedTuple):
         np.float32
     ]  # [tokens], NaN where not known; of a cold page: its estimate, spread over its tokens
     audit: Audit | None = None
+    blocked: float = 0.0  # seconds that steps waited for the daemon since the last one
 
 
 class Recalled(NamedTuple):

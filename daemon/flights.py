@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tierkv.daemon.acts import Act, Move
+from tierkv.daemon.acts import RETURNS, Act, Move
 from tierkv.daemon.allocator import SizeClass
 from tierkv.daemon.events import RequestToken
 from tierkv.daemon.state import Pool, State
@@ -16,6 +16,9 @@ class Flights:
         self.flying: dict[int, Move] = {}
         self._acts: dict[int, Counter[Act]] = {}  # slot -> what runs on it
         self._next = 1
+        self._returning: dict[int, int] = {}  # move -> bytes that it reads to bring its page back
+        self.returning = 0
+        """Bytes of promotions in flight."""
         self._bandwidth_debt = 0.0
         self._debt_at = 0.0
 
@@ -46,17 +49,23 @@ class Flights:
         self._acts.setdefault(slot, Counter())[act] += 1
         if pool == "hbm" and act not in (Act.FORK, Act.FIT):
             self._state.pages.coming[slot] += size_class.item
+        if act is Act.DIGEST:
+            self._state.pages.summarizing[slot] = True
         return move
 
-    def charge(self, size: int) -> None:
-        """Count `size` bytes against the bandwidth budget."""
+    def charge(self, move: Move, size: int) -> None:
+        """Count the `size` bytes that the move reads against the bandwidth budget, and those in flight."""
         self._bandwidth_debt += size
+        if move.act in RETURNS:
+            self._returning[move.number] = size
+            self.returning += size
 
     def land(self, number: int) -> Move | None:
         """A move has ended, well or not. Returns it, None if it is not known."""
         move = self.flying.pop(number, None)
         if move is None:
             return None  # a move of an earlier life, or told twice
+        self.returning -= self._returning.pop(number, 0)
         acts = self._acts[move.slot]
         acts[move.act] -= 1  # an open page may be copied for several forks at once
         if not acts.total():
@@ -65,4 +74,6 @@ class Flights:
             self._state.pages.moving[slot] -= 1
         if move.pool == "hbm" and move.act not in (Act.FORK, Act.FIT):
             self._state.pages.coming[move.slot] -= move.size_class.item
+        if move.act is Act.DIGEST:
+            self._state.pages.summarizing[move.slot] = False
         return move

@@ -106,7 +106,7 @@ class Launcher:
         checksum = int(pages.checksum[slot]) if src_pool == "host" else 0
         key = int(pages.id[slot])
         state.out.append(Copy(move.number, src_pool, src, checksum, dst_pool, destination, size, key))
-        self._flights.charge(size)
+        self._flights.charge(move, size)
         return True
 
     def _exact_source(self, slot: int) -> tuple[Pool, int] | None:
@@ -131,7 +131,7 @@ class Launcher:
         count, key = int(pages.count[slot]), int(pages.id[slot])
         where = (src_pool, src, checksum, dst_pool, destination)
         state.out.append(Quantize(move.number, model.geometry, model.state, count, *where, key, form))
-        self._flights.charge(model.geometry.page_bytes)
+        self._flights.charge(move, model.geometry.page_bytes)
         return True
 
     def _reserve(self, pool: Pool, form: Kind, slot: int) -> int | None:

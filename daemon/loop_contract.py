@@ -6,6 +6,7 @@ from typing import Protocol
 
 from tierkv.daemon import events
 from tierkv.daemon.snapshot import Snapshot
+from tierkv.figures import SessionFigures
 from tierkv.protocol import Explained
 
 
@@ -19,6 +20,8 @@ class BrainLike(Protocol):
     def session_stats(self, session: int) -> dict[str, float]:
         """Raises `UnknownSession`."""
         ...
+
+    def sessions(self) -> list[SessionFigures]: ...
 
     def explain(self, session: int, page: int = -1, token: int = -1) -> Explained:
         """Raises `RequestError`."""

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from tierkv import errors
 from tierkv.daemon.acts import Act
-from tierkv.daemon.counters import Buckets, Counters
+from tierkv.daemon.counters import OUTCOMES, Buckets, Counters
 from tierkv.daemon.snapshot import TIERS, Snapshot
 from tierkv.protocol import Operation
 from tierkv.regions import REGION_NAMES
@@ -41,7 +41,6 @@ PACKED = ("middle", "quantized")
 """Tiers within which a page may also change places, to empty a frame."""
 
 MOVE_REASONS = ("pressure", "budget", "threshold", "pin", "hot", "room", "recall")
-OUTCOMES = ("used", "late", "wasted")
 DROP_REASONS = ("budget", "host-full", "checksum")
 FAILURES = ("io", "codec", "non-finite", "checksum")
 MOVES: tuple[tuple[str, str], ...] = tuple(sorted({act.value for act in Act}))
@@ -182,7 +181,7 @@ class _FromSnapshot(Collector):
             "dropped_pages", "Pages that are gone for good.", ["region", "reason"], counters.dropped_pages,
             ((region, reason) for region in REGION_NAMES for reason in DROP_REASONS),
         )  # fmt: skip
-        for name, value, what in (
+        for name, total, what in (
             ("backpressure", counters.backpressure, "Callers told to wait."),
             ("lost_pages", counters.lost_pages, "Pages whose last replica was damaged."),
             ("recalled_pages", counters.recalled_pages, "Pages that came back from host."),
@@ -193,9 +192,15 @@ class _FromSnapshot(Collector):
                 counters.without_digest,
                 "Pages that left HBM without room for a digest.",
             ),
+            ("ping_pong_pages", counters.ping_pongs, "Pages demoted within 32 steps of their promotion."),
+            (
+                "blocked_seconds",
+                counters.blocked_seconds,
+                "Time that steps waited, by their workers' clocks.",
+            ),
             ("host_checksum_failures", counters.checksum_failures, "Host replicas found damaged."),
         ):
-            yield _total(name, what, [], {(): value}, ())
+            yield _total(name, what, [], {(): total}, ())
         yield _total(
             "prefetch_pages", "Pages brought back because attention was expected on them.", ["outcome"],
             {(outcome,): count for outcome, count in list(counters.prefetched.items())}, ((o,) for o in OUTCOMES),
@@ -204,6 +209,24 @@ class _FromSnapshot(Collector):
             "attention_recall_ratio", "Audits: share of attention over all pages that was attended.", [],
             {(): counters.attention_recall},
         )  # fmt: skip
+        yield _histogram(
+            "needed_but_cold_mass_ratio", "Audits: share of attention on pages that were not in HBM.", [],
+            {(): counters.missed_mass},
+        )  # fmt: skip
+        yield _histogram(
+            "expected_cold_mass_ratio", "Observations: share of attention that estimates give to cold pages.", [],
+            {(): counters.expected_mass},
+        )  # fmt: skip
+        yield _gauge(
+            "prefetch_wasted_ratio", "Wasted among the last 64 pages that came back in the background.", [],
+            {(): now.wasted_share},
+        )  # fmt: skip
+        yield _gauge(
+            "prefetch_bar_lift",
+            "Lift below which no cold page takes another's place.",
+            [],
+            {(): now.waste_bar},
+        )
         yield _histogram(
             "recall_seconds",
             "From a step's request for pages to its answer.",
@@ -251,12 +274,12 @@ def _gauge(name: str, what: str, labels: list[str], values: Mapping[Key, float])
 
 
 def _total(
-    name: str, what: str, labels: list[str], counts: Mapping[Key, int], known: Iterable[tuple[str, ...]]
+    name: str, what: str, labels: list[str], counts: Mapping[Key, float], known: Iterable[tuple[str, ...]]
 ) -> CounterMetricFamily:
     """`counts`, and zeros for `known` label values that did not occur yet."""
     family = CounterMetricFamily(f"tierkv_{name}", what, labels=labels)
     counted = list(counts.items())  # copied in one go: the loop counts on while we read
-    values: dict[tuple[str, ...], int] = dict.fromkeys(known, 0)
+    values: dict[tuple[str, ...], float] = dict.fromkeys(known, 0)
     values.update(counted)
     for key, value in values.items():
         family.add_metric(key, value)

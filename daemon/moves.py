@@ -19,6 +19,10 @@ from tierkv.table import NOWHERE, Kind
 RETRY_SECONDS = 0.25
 """A page whose move failed is left alone for this long."""
 
+BATCHES = 2
+"""Batches of promotions in flight at most: the next is planned while one is copied, and more could not be taken back
+when a step wants other pages."""
+
 
 class Moves:
     def __init__(self, state: State) -> None:
@@ -30,6 +34,10 @@ class Moves:
     def full(self) -> bool:
         """No further move may start now."""
         return self._flights.full()
+
+    def may_promote(self, batches: int = BATCHES) -> bool:
+        """One more page may begin to come back: less than so many batches of bytes are on their way."""
+        return not self.full() and self._flights.returning < batches * self.state.config.promotion_batch
 
     @property
     def flying(self) -> dict[int, Move]:

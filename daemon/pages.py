@@ -46,6 +46,7 @@ class Outcome(IntEnum):
     NONE = 0
     PENDING = 1  # it is there and was not attended much yet
     USED = 2
+    AWAITED = 3  # as PENDING, and a step had asked for it
 
 
 Reason = Literal[
@@ -63,7 +64,7 @@ TIER = {Kind.EXACT: "hbm", Kind.MIDDLE: "middle", Kind.QUANTIZED: "quantized", K
 """Tier of a page that is not dropped, by its kind."""
 
 NEVER = -np.inf
-"""`PageStore.moved_step` of a page that never moved."""
+"""`PageStore.moved_step` of a page that never moved, `promoted_step` of one that never came back."""
 
 
 class PageStore:
@@ -89,6 +90,7 @@ class PageStore:
         self.host_kind = np.zeros(0, np.int8)
         self.checksum = np.zeros(0, np.uint64)  # of the host replica
         self.digest = np.zeros(0, np.int64)  # HBM offset of the digest that a cold page leaves
+        self.summarizing = np.zeros(0, bool)  # a move is making its digest
         self.moving = np.zeros(0, np.int16)  # moves in flight that read or write the page
         self.coming = np.zeros(0, np.int64)  # HBM bytes that they will have written for it
         self.doomed = np.zeros(0, bool)  # released while moving
@@ -103,6 +105,7 @@ class PageStore:
         self.recalled = np.zeros(0, np.int8)  # Outcome of its last recall
         self.wanted_until = np.zeros(0, np.float32)  # decode step up to which a recalled page should stay
         self.moved_step = np.zeros(0, np.float32)  # decode step of the last tier change
+        self.promoted_step = np.zeros(0, np.float32)  # decode step of the last promotion
         self.moved_why = np.zeros(0, np.int8)  # index into REASONS: why it did
         self.retry_at = np.zeros(0, np.float64)
         self.refused = np.zeros(0, bool)  # the codec refused it: stays exact
@@ -131,7 +134,7 @@ class PageStore:
         self.refs[slot], self.live[slot], self.ladder[slot] = 1, True, ladder
         self.exact[slot] = exact
         self.middle[slot] = self.quant[slot] = self.host[slot] = self.digest[slot] = NOWHERE
-        self.moved_step[slot] = NEVER
+        self.moved_step[slot] = self.promoted_step[slot] = NEVER
         self.kind[slot] = Kind.EXACT if exact != NOWHERE else Kind.NONE
         self.index[page] = slot
         return slot

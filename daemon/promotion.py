@@ -7,12 +7,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.daemon.moves import Moves
+from tierkv.daemon.moves import BATCHES, Moves
 from tierkv.daemon.pages import Goal, Guard, Ladder, Reason
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.recall import Recall
 from tierkv.daemon.scoring import Scores, Slots
 from tierkv.daemon.state import State
+from tierkv.daemon.wants import NOBODY_WAITS, ranked, sizes
 from tierkv.table import NOWHERE, Kind
 
 FIT_EAGERLY_AT = 32
@@ -31,6 +32,7 @@ class Promotion:
         self._moves = moves
         self._pressure = pressure
         self._scores = scores
+        self._cut_short = False  # the last pass ended because enough was on its way
 
     def tick(self) -> None:
         """Time passed: fit codecs, make low-bit replicas ahead of need, bring hot and pinned pages back."""
@@ -38,9 +40,15 @@ class Promotion:
         for model in list(state.models.values()):
             if not model.ready and not model.fitting:
                 self._pressure.fit(model, at_least=FIT_EAGERLY_AT)
-        spare = state.hbm.free_bytes - state.config.high_watermark * state.hbm.size
         if moves.full() or self._pressure.asked:
             return
+        state.waste.fade(state.now)
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        state = self._state
+        self._cut_short = False
+        spare = state.hbm.free_bytes - state.config.high_watermark * state.hbm.size
         self._scores.refresh()
         spare = self._restore_pinned(int(spare))
         if state.config.demotion == "eager":
@@ -53,10 +61,36 @@ class Promotion:
         cold = cold[(pages.score[cold] >= state.thresholds.offload_below) | (pages.mass[cold] > 0)]
         cold = cold[(pages.host_kind[cold] == Kind.QUANTIZED) | ~pages.refused[cold]]
         if len(cold):
+            cold = self._in_order(cold)
             self._refill(cold, tiered, spare)
             self._recall.swap(cold, tiered)
         else:
             self._prepare(self._promote_hot(spare))
+
+    def resume(self) -> None:
+        """A move has ended: the next batch of what was cut short, while another is still being copied. One look at all
+        pages a batch, not one a move.
+        """
+        moves, most = self._moves, self._state.config.max_moves_in_flight
+        if not self._cut_short or self._pressure.asked:
+            return
+        if 2 * len(moves.flying) <= most and moves.may_promote(batches=1):
+            self._bring_back()
+
+    def _in_order(self, cold: Slots) -> Slots:
+        """Those that are expected to get most for their bytes, then by score."""
+        pages = self._state.pages
+        cold = cold[np.argsort(-pages.score[cold], kind="stable")]
+        nobody = np.full(len(cold), NOBODY_WAITS)
+        order = ranked(pages.mass[cold], sizes(self._state, cold), nobody, self._state.now)
+        ordered: Slots = cold[order]
+        return ordered
+
+    def _may_promote(self) -> bool:
+        """One more page; notes that the pass was cut short if not. What steps wait for needs the second batch."""
+        may = self._moves.may_promote(batches=1 if self._recall.waited_for else BATCHES)
+        self._cut_short |= not may
+        return may
 
     def _restore_pinned(self, spare: int) -> int:
         """Pinned pages stay attendable: bring back those that are not."""
@@ -67,7 +101,7 @@ class Promotion:
             pages.host_kind[cold] == Kind.EXACT
         )  # comes back as it is, or not at all
         for slot in cold[(pages.host[cold] != NOWHERE) & ~whole].tolist():
-            if self._moves.full():
+            if not self._may_promote():
                 break
             if self._moves.promote(slot, Goal.LOWBIT, "pin"):
                 spare -= self._state.model_of(slot).quant.item
@@ -77,14 +111,15 @@ class Promotion:
 
     def _refill(self, cold: Slots, tiered: Slots, spare: int) -> None:
         """While nobody asks for room, cold pages come back as low-bit replicas: those that estimates name, then by
-        score. Where no slot is left for them, exact pages that need not be exact become low-bit: no page lies cold for
-        their sake.
+        score (`_in_order`). Where no slot is left for them, exact pages that need not be exact become low-bit: no page
+        lies cold for their sake.
         """
         state, pages, moves = self._state, self._state.pages, self._moves
         if state.now - self._pressure.asked_at < CALM_SECONDS:
             return
+        expected = self._recall.worth_a_place(cold)
         spent: set[int] = set()  # sessions without room under their own budget: each has many cold pages
-        for slot in cold[np.lexsort((-pages.score[cold], -pages.mass[cold]))].tolist():
+        for slot, worth in zip(cold.tolist(), expected.tolist(), strict=True):
             model, owner = state.model_of(slot), int(pages.owner[slot])
             if owner in spent:
                 continue
@@ -92,7 +127,7 @@ class Promotion:
                 self._pressure.make_budget_room(state.sessions[owner])
                 spent.add(owner)
                 continue
-            if moves.full():
+            if not self._may_promote():
                 break
             if pages.host_kind[slot] == Kind.MIDDLE and not state.hbm.free_items(model.form(Kind.MIDDLE)):
                 continue
@@ -103,8 +138,7 @@ class Promotion:
                 if not self._pressure.frames_coming():
                     self._pressure.make_frame(tiered, model)
                 break
-            expected = pages.mass[slot] > 0
-            if not moves.promote(slot, Goal.LOWBIT, "recall" if expected else "room"):
+            if not moves.promote(slot, Goal.LOWBIT, "recall" if worth else "room"):
                 break
             spare -= model.quant.item
 
@@ -128,7 +162,7 @@ class Promotion:
     def _promote_exact(self, slots: Slots, spare: int, reason: Reason) -> int:
         for slot in reversed(list(self._scores.coldest_first(slots))):
             frame = self._state.model_of(slot).exact.frame
-            if spare < frame or self._moves.full():
+            if spare < frame or not self._may_promote():
                 break
             if self._pressure.budgets.room(self._state.sessions[int(self._state.pages.owner[slot])]) < frame:
                 continue

@@ -23,6 +23,7 @@ from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.scoring import Scores, Slots
 from tierkv.daemon.sessions import Session
 from tierkv.daemon.state import State
+from tierkv.daemon.wants import ranked, sizes
 from tierkv.errors import UnknownSession
 from tierkv.protocol import Ready
 from tierkv.table import NOWHERE, Kind
@@ -72,18 +73,27 @@ class Recall:
         newest = np.where(before > 0, before + SMOOTHING * (sums - before), sums)
         pages.mass[slots] = np.where(known, newest, before)
         level = USED_LIFT / np.count_nonzero(~np.isnan(mass)) if known.any() else np.inf
-        used = (pages.recalled[slots] == Outcome.PENDING) & (pages.kind[slots] != Kind.NONE)
+        cold = (pages.kind[slots] == Kind.NONE) & (pages.host[slots] != NOWHERE)
+        if (cold & known).any():
+            session.ledger.expected = float(sums[cold & known].sum())
+            self._state.counters.expected_mass.add(session.ledger.expected)
+        pending = pages.recalled[slots] == Outcome.PENDING
+        used = (pending | (pages.recalled[slots] == Outcome.AWAITED)) & (pages.kind[slots] != Kind.NONE)
         used &= sums >= level * session.counts.view[:rows]
         pages.recalled[slots[used]] = Outcome.USED
-        self._state.counters.prefetched["used"] += int(np.count_nonzero(used))
+        self._state.count_outcome("used", session, int(np.count_nonzero(used)))
+        for _ in range(int(np.count_nonzero(used & pending))):
+            self._state.waste.count(False, self._state.now)
 
     # Requests ----------------------------------------------------------------------------------------------------
 
     def ask(self, event: Recalled) -> None:
-        """A step waits for these pages. An earlier request of the session is answered with what is there."""
+        """A step waits for these pages. An earlier request of the session is answered with what is there, and what it
+        wanted beyond is not wanted any more.
+        """
         state, pages = self._state, self._state.pages
         session = state.session(event.session, event.client)
-        self._answer(session)
+        self._cancel(session)
         named = set(session.pages.view.tolist())
         slots = [pages.index[page] for page in event.pages if page in pages.index]
         slots = [slot for slot in dict.fromkeys(slots) if slot in named]
@@ -107,15 +117,34 @@ class Recall:
             session = state.sessions.get(number)
             if session is None:
                 del self._waiting[number]
+                state.count_outcome("cancelled", None, len(waiting.left))
                 gone = UnknownSession(f"session {number} was closed while it waited for pages")
                 state.out.append(Answer(waiting.request, refusal(gone)))
                 continue
             missing = waiting.left = [slot for slot in waiting.left if self._is_missing(slot)]
             if state.now > waiting.until:
-                state.counters.prefetched["late"] += len(missing)
+                state.count_outcome("late", session, len(missing))
                 self._answer(session)
-            elif not missing or not self._bring(session, waiting, missing):
+            elif not missing:
                 self._answer(session)
+        if self._waiting:
+            coming = self._bring()
+            for number in [number for number in self._waiting if number not in coming]:
+                self._answer(state.sessions[number])
+
+    @property
+    def waited_for(self) -> bool:
+        """A step waits for pages."""
+        return bool(self._waiting)
+
+    def _cancel(self, session: Session) -> None:
+        """What the session waited for, and has not begun to come, is not wanted any more."""
+        waiting, pages = self._waiting.get(session.id), self._state.pages
+        if waiting is not None:
+            left = [s for s in waiting.left if self._is_missing(s) and not pages.goal[s]]
+            pages.wanted_until[left] = 0.0
+            self._state.count_outcome("cancelled", session, len(left))
+            self._answer(session)
 
     def _is_missing(self, slot: int) -> bool:
         pages = self._state.pages
@@ -133,23 +162,40 @@ class Recall:
             version = session.version + (session.id in self._state.dirty)
             self._state.out.append(Answer(waiting.request, Ready(version)))
 
-    def _bring(self, session: Session, waiting: _Waiting, missing: list[int]) -> bool:
-        """Start what can start. False when nothing is on its way any more: the rest has no room."""
+    def _bring(self) -> set[int]:
+        """Start what can start, of all requests together (`wants.ranked`). Returns the sessions for which something is
+        on its way, or waits only for its turn; for the others there is no room.
+        """
         pages, moves = self._state.pages, self._moves
-        on_its_way = False
-        for place, slot in enumerate(missing):
+        coming: set[int] = set()
+        without_room: set[int] = set()
+        queue = self._queue()
+        for place, (number, slot) in enumerate(queue):
             if pages.goal[slot] == Goal.LOWBIT or pages.moving[slot]:
-                on_its_way = True
-            elif moves.full():
-                return True
+                coming.add(number)
+            elif number in without_room:
+                continue
+            elif not moves.may_promote():
+                return set(self._waiting)
             elif pages.retry_at[slot] > self._state.now or not self._encodable(slot):
                 continue
-            elif self._start(session, slot):
-                on_its_way = True
+            elif self._start(self._state.sessions[number], slot):
+                coming.add(number)
             else:
-                lacking = sum(not pages.goal[left] for left in missing[place:])
-                return self._make_room(session, waiting, slot, lacking) or on_its_way
-        return on_its_way
+                without_room.add(number)
+                lacking = sum(n == number and not pages.goal[left] for n, left in queue[place:])
+                waiting = self._waiting[number]
+                if self._make_room(self._state.sessions[number], waiting, slot, lacking):
+                    coming.add(number)
+        return coming
+
+    def _queue(self) -> list[tuple[int, int]]:
+        """`(session, slot)` of every page that is waited for, first the one to begin with."""
+        wants = [(number, slot) for number, waiting in self._waiting.items() for slot in waiting.left]
+        mass = np.array([self._waiting[number].masses[slot] for number, slot in wants], np.float32)
+        until = np.array([self._waiting[number].until for number, _ in wants])
+        size = sizes(self._state, np.array([slot for _, slot in wants], np.int64))
+        return [wants[place] for place in ranked(mass, size, until, self._state.now).tolist()]
 
     def _encodable(self, slot: int) -> bool:
         """There is a low-bit form of the page, or one can be made; or there is a slot for it as it is."""
@@ -213,10 +259,25 @@ class Recall:
 
     # In the background -------------------------------------------------------------------------------------------
 
+    def worth_a_place(self, cold: Slots) -> NDArray[np.bool_]:
+        """Which cold pages are expected to get so much that others may leave for them (`waste`)."""
+        pages, state = self._state.pages, self._state
+        owners, which = np.unique(pages.owner[cold], return_inverse=True)
+        tokens = np.array([state.sessions[o].length if o in state.sessions else 0 for o in owners.tolist()])
+        lift = pages.mass[cold] * tokens[which] / np.maximum(1, pages.count[cold])
+        worth: NDArray[np.bool_] = (pages.mass[cold] > 0) & (lift >= state.waste.bar)
+        return worth
+
     def swap(self, cold: Slots, tiered: Slots) -> None:
-        """The most attended cold pages take the places of the least attended low-bit ones, if they get much more."""
+        """The most attended cold pages take the places of the least attended low-bit ones, if they get much more.
+
+        Args:
+            cold: as `wants.ranked` orders them.
+        """
         pages, sessions = self._state.pages, self._state.sessions
-        wanted = cold[pages.mass[cold] > 0]
+        coming = cold[self.worth_a_place(cold)]
+        if not len(coming):
+            return
         low = tiered[(pages.kind[tiered] == Kind.QUANTIZED) & (pages.guard[tiered] == Guard.NONE)]
         low = low[(pages.host[low] != NOWHERE) & ~self._scores.wanted(low)]
         settled = [
@@ -225,8 +286,7 @@ class Recall:
             and owner.step - pages.moved_step[s] >= self._state.config.min_residency_steps
         ]  # fmt: skip
         leaving = sorted(settled, key=lambda s: float(pages.mass[s]))
-        coming = sorted(wanted.tolist(), key=lambda s: -float(pages.mass[s]))
-        for victim, page in list(zip(leaving, coming, strict=False))[:SWAPS_A_TICK]:
+        for victim, page in list(zip(leaving, coming.tolist(), strict=False))[:SWAPS_A_TICK]:
             if (
                 pages.goal[victim]
                 or self._moves.full()

@@ -137,7 +137,9 @@ def _observed(client: str, token: int, op: Observe, buffers: Buffers) -> events.
             f"an observation of {tokens} tokens is one buffer of {2 * tokens} bytes, not {sizes}"
         )
     step, mass = _within(op.step, "step"), _mass(buffers[0])
-    return events.Observed(token, client, _session(op.session), step, mass, _audit(op.audit))
+    if not 0.0 <= op.blocked < math.inf:
+        raise errors.RequestError(f"blocked is {op.blocked:g}; it must be a number of 0 or more")
+    return events.Observed(token, client, _session(op.session), step, mass, _audit(op.audit), op.blocked)
 
 
 def _audit(audit: Audit | None) -> Audit | None:

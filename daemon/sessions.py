@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tierkv.daemon.addresses import address_of
 from tierkv.daemon.allocator import SizeClass
+from tierkv.daemon.ledger import Ledger
 from tierkv.daemon.pages import FORMS, Guard, Ladder
 from tierkv.daemon.policy import TokenState
 from tierkv.geometry import Geometry
@@ -140,6 +141,7 @@ class Session:
     step_rate: float = 0.0  # decode steps a second
     unrated: int = 0  # decode steps since `stepped_at`
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
 
     def row_of(self, token: int) -> int:
         """Row of the page that holds `token`."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.daemon.counters import Counters
+from tierkv.daemon.counters import OUTCOMES, Counters
 from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import TIER
+from tierkv.daemon.sessions import Session
 from tierkv.daemon.state import State
+from tierkv.figures import SessionFigures
 from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
 
@@ -26,6 +28,7 @@ class Snapshot:
     Attributes:
         pages: pages by (tier, region); open and blank pages count as `hbm`.
         tier_bytes: replica bytes by tier: exact, middle and low-bit in HBM, any in host.
+        wasted_share, waste_bar: `waste.Waste` of pages that came back in the background.
         page_scores: scores of sealed attendable or host pages by region, as of the last rescoring.
     """
 
@@ -47,6 +50,8 @@ class Snapshot:
     tier_bytes: dict[str, int]
     counters: Counters
     page_scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    wasted_share: float = 0.0
+    waste_bar: float = 0.0
 
     def flat(self) -> dict[str, float]:
         """The same as plain numbers (the `Stats` reply)."""
@@ -73,7 +78,12 @@ class Snapshot:
             "prefetched_used": counters.prefetched["used"],
             "prefetched_late": counters.prefetched["late"],
             "prefetched_wasted": counters.prefetched["wasted"],
+            "prefetched_cancelled": counters.prefetched["cancelled"],
+            "ping_pong_pages": counters.ping_pongs,
             "needed_but_cold_pages": counters.needed_cold,
+            "missed_mass": counters.missed_mass.mean,
+            "expected_cold_mass": counters.expected_mass.mean,
+            "blocked_seconds": counters.blocked_seconds,
             "audits": sum(counters.attention_recall.counts),
             "attention_recall": counters.attention_recall.mean,
             "measured_pages": sum(counters.quantization_errors["keys"].counts),
@@ -132,6 +142,8 @@ def take_snapshot(state: State, moves: Moves, adopting: bool) -> Snapshot:
         tier_bytes=_tier_bytes(state, slots),
         counters=state.counters,
         page_scores={r.label: pages.score[scored[pages.region[scored] == r]] for r in Region},
+        wasted_share=state.waste.share,
+        waste_bar=state.waste.bar,
     )
 
 
@@ -146,6 +158,23 @@ def _tier_bytes(state: State, slots: NDArray[np.int64]) -> dict[str, int]:
             total[TIER[form]] += held * model.form(form).item
             total["host"] += in_host * model.form(form).item
     return total
+
+
+def figures(state: State, session: Session) -> SessionFigures:
+    """What `tierkv sessions` says of one."""
+    tier = np.bincount(tiers_of(state, session.pages.view), minlength=len(TIERS))
+    ledger = session.ledger
+    audits = ledger.audits
+    return SessionFigures(
+        session=session.id, client=session.client, model=session.model.model_id, tokens=session.length,
+        step=session.step, hbm_bytes=state.hbm_bytes_of(session),
+        pages={name: int(tier[t]) for t, name in enumerate(TIERS)},
+        attention_recall=ledger.attended / audits if audits else None,
+        missed_mass=ledger.missed / audits if audits else None,
+        expected_mass=ledger.expected, audits=audits, needed_cold_pages=ledger.needed_cold,
+        prefetched={outcome: ledger.prefetched[outcome] for outcome in OUTCOMES}, ping_pongs=ledger.ping_pongs,
+        blocked_seconds=ledger.blocked_seconds,
+    )  # fmt: skip
 
 
 def session_stats(state: State, session_id: int) -> dict[str, float]:

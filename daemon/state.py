@@ -21,6 +21,7 @@ from tierkv.daemon.pages import Guard, Ladder, PageStore
 from tierkv.daemon.policy import Policy, Thresholds
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.sessions import Client, Model, Session
+from tierkv.daemon.waste import Waste
 from tierkv.errors import BudgetTooSmall, ConfigError, GeometryMismatch, UnknownSession
 from tierkv.geometry import Geometry, fingerprint
 from tierkv.prefetch.digests import digest_shape
@@ -46,7 +47,7 @@ class BrainConfig:
 
     `policy` is a name, or the policy itself where its settings are not the defaults. `digest_share` is the fraction of
     HBM that digests of cold pages may take (0: none are made), `digest_layers` how many of a page's last layers they
-    describe (0: all).
+    describe (0: all). `promotion_batch`: bytes that are read for promotions at a time (`moves.BATCHES` in flight).
     """
 
     hbm_bytes: int
@@ -72,6 +73,7 @@ class BrainConfig:
     min_residency_steps: int = 8
     max_moves_in_flight: int = 32
     move_bandwidth: int = 0
+    promotion_batch: int = 8 << 20
     log_events: int = 10_000
 
 
@@ -110,6 +112,7 @@ class State:
         self.dirty: set[int] = set()  # sessions with a plan to send
         self.quiet: set[int] = set()  # sessions whose plan may wait for the next tick (host replicas only)
         self.counters = Counters()
+        self.waste = Waste()
         self.out: list[Instruction] = []
         self.now = 0.0
         self.draining = False
@@ -161,6 +164,16 @@ class State:
     def sharers(self, slot: int) -> set[int]:
         """Sessions that name the page."""
         return self.sharing.get(slot) or {int(self.pages.owner[slot])}
+
+    def owner_of(self, slot: int) -> Session | None:
+        """The session that owns the page, if it is still open."""
+        return self.sessions.get(int(self.pages.owner[slot]))
+
+    def count_outcome(self, outcome: str, session: Session | None, pages: int = 1) -> None:
+        """Pages that attention was expected on: used, late, wasted or cancelled."""
+        self.counters.prefetched[outcome] += pages
+        if session is not None:
+            session.ledger.prefetched[outcome] += pages
 
     # Models --------------------------------------------------------------------------------------------------
 
@@ -328,6 +341,7 @@ class State:
         pages, ahead = self.pages, heir.step - session.step
         pages.owner[slot] = heir.id
         pages.moved_step[slot] += ahead  # NEVER stays so
+        pages.promoted_step[slot] += ahead
         if pages.wanted_until[slot] > 0:
             pages.wanted_until[slot] = max(0, pages.wanted_until[slot] + ahead)
 
@@ -413,15 +427,17 @@ class State:
         return exact * model.exact.item + packed + digests + coming + session.retiring_bytes
 
     def may_hold_digest(self, session: Session | None) -> bool:
-        """One more digest fits into the session's own budget, and into the share of it that digests may take (always
-        without one): else a long session's digests would fill it, and nothing of it could give way.
+        """One more digest fits into the session's own budget, and into the share of it that digests, those being made
+        included, may take (always without one): else a long session's digests would fill it, and nothing of it could
+        give way.
         """
         if session is None or not session.options.hbm_budget:
             return True
         budget, size = session.options.hbm_budget, session.model.digest.item
-        held = int(np.count_nonzero(self.pages.digest[session.pages.view] != NOWHERE)) + 1
+        slots = session.pages.view
+        held = np.count_nonzero((self.pages.digest[slots] != NOWHERE) | self.pages.summarizing[slots]) + 1
         fits = self.hbm_bytes_of(session) + size <= budget
-        return fits and held * size <= self.config.digest_share * budget
+        return fits and int(held) * size <= self.config.digest_share * budget
 
     def kept_for_low_bit(self, model: Model) -> int:
         """Free frames (one or none) that wait for low-bit pages: while no slot is free for one, or, with a middle form,

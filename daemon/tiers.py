@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from tierkv.daemon.pages import REASONS, TIER, Goal, Outcome, Reason
+from tierkv.daemon.ledger import PING_PONG_STEPS
+from tierkv.daemon.pages import NEVER, REASONS, TIER, Goal, Outcome, Reason
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind
+
+RUNG = ("hbm", "middle", "quantized", "host")
+"""Tiers, best first."""
 
 
 class Tiers:
@@ -27,19 +31,40 @@ class Tiers:
             state.retire("hbm", model.digest, int(pages.digest[slot]), slot)
             pages.digest[slot] = NOWHERE
         if kind == Kind.NONE:
-            state.counters.prefetched["wasted"] += int(pages.recalled[slot] == Outcome.PENDING)
-            pages.recalled[slot] = Outcome.NONE
+            self._left(slot)
             state.counters.without_digest += int(
                 state.config.digest_share > 0 and pages.digest[slot] == NOWHERE
             )
         pages.goal[slot] = Goal.NONE
         reason = self.why.pop(slot, "pressure")
         self._note(slot, reason)
+        if after != before:
+            self._count_to_and_fro(slot, up=RUNG.index(after) < RUNG.index(before))
         if before == "host" and reason == "recall":
-            pages.recalled[slot] = Outcome.PENDING
+            owner = state.owner_of(slot)
+            awaited = owner is not None and owner.step < pages.wanted_until[slot]
+            pages.recalled[slot] = Outcome.AWAITED if awaited else Outcome.PENDING
         state.counters.moved_pages[before, after, reason] += 1
         state.counters.recalled_pages += before == "host"
         state.touch(slot)
+
+    def _left(self, slot: int) -> None:
+        """The page is cold again: if nobody attended it much since it came back, that was for nothing."""
+        state, outcome = self._state, Outcome(int(self._state.pages.recalled[slot]))
+        if outcome in (Outcome.PENDING, Outcome.AWAITED):
+            state.count_outcome("wasted", state.owner_of(slot))
+        if outcome is Outcome.PENDING:
+            state.waste.count(True, state.now)
+        state.pages.recalled[slot] = Outcome.NONE
+
+    def _count_to_and_fro(self, slot: int, up: bool) -> None:
+        pages, session = self._state.pages, self._state.owner_of(slot)
+        step = session.step if session is not None else 0.0
+        if not up and step - pages.promoted_step[slot] <= PING_PONG_STEPS:
+            self._state.counters.ping_pongs += 1
+            if session is not None:
+                session.ledger.ping_pongs += 1
+        pages.promoted_step[slot] = step if up else NEVER
 
     def drop(self, slot: int, reason: Reason) -> None:
         """The page goes for good: no replica is left. Its tokens stay in the table, unattended."""
@@ -60,7 +85,7 @@ class Tiers:
     def _note(self, slot: int, reason: Reason) -> None:
         """The page has changed its tier."""
         pages = self._state.pages
-        session = self._state.sessions.get(int(pages.owner[slot]))
+        session = self._state.owner_of(slot)
         pages.moved_step[slot] = session.step if session else 0.0
         pages.moved_why[slot] = REASONS.index(reason)
 

@@ -25,6 +25,7 @@ from tierkv import handshake
 from tierkv.calls import Attachment, Call
 from tierkv.errors import OwnerUnavailable, PagesLost, ProtocolError, RequestError, TierKVError
 from tierkv.fence import Fence
+from tierkv.figures import SessionFigures
 from tierkv.geometry import Geometry
 from tierkv.line import Line
 from tierkv.opening import make_session
@@ -46,6 +47,8 @@ from tierkv.protocol import (
     Reserve,
     Result,
     SessionOptions,
+    Sessions,
+    SessionsResult,
     SessionState,
     Stats,
     StatsResult,
@@ -206,6 +209,13 @@ class Client:
         if not isinstance(result, StatsResult):
             raise failed(result)
         return result.values
+
+    def sessions(self) -> list[SessionFigures]:
+        """Every session of the daemon, also those of other workers: what it holds, and what recall did for it."""
+        result = self._ask(Sessions(), "sessions")
+        if not isinstance(result, SessionsResult):
+            raise failed(result)
+        return result.sessions
 
     def explain(self, session: int, page: int | None = None, *, token: int | None = None) -> Explained:
         """Why a page of a session is where it is, and what would move it next.

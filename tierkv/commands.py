@@ -1,8 +1,8 @@
 """The commands of `tierkv`. Those that ask a daemon take `--json` and, but for `replay`, read only; 1 is the exit code
 when no daemon answers. `study`, `bench` and `calibrate` need none to run: they write files.
 
-`status` and `stats` ask over HTTP, which answers whatever the loop does; `explain`, `ping` and `replay` take a worker's
-way.
+`status` and `stats` ask over HTTP, which answers whatever the loop does; `sessions`, `explain`, `ping` and `replay`
+take a worker's way.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import statistics
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
 
 from tierkv.benchmarks.command import app as bench_app
 from tierkv.calibrate_command import calibrate
@@ -30,6 +32,9 @@ from tierkv.study.memdecay.command import app as study_app
 from tierkv.terminal import plain_errors
 
 HTTP_SECONDS = 5.0
+
+WIDE = 200
+"""Columns of a table that goes to a file or a pipe."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 config_app = typer.Typer(no_args_is_help=True, help="The configuration.")
@@ -103,6 +108,20 @@ def stats(
                 for name, value in values.items()
             ]
         )
+
+
+@app.command()
+def sessions(state_dir: StateDir = None, as_json: Json = False) -> None:
+    """Every session: what it holds, and what recall did for it."""
+    with plain_errors():
+        import tierkv
+        from tierkv.sessions_table import table
+
+        with tierkv.connect(state_dir) as client:
+            found = client.sessions()
+        if as_json:
+            return _print_json(msgspec.to_builtins(found))
+        Console(width=None if sys.stdout.isatty() else WIDE).print(table(found))
 
 
 @app.command()

@@ -64,6 +64,8 @@ class InFlight:
         self._reserving = False
         self._refusal: TierKVError | None = None
         self._retry_at = 0.0
+        self.blocked_seconds = 0.0
+        """That steps waited for the daemon and no observation has told."""
 
     @property
     def full(self) -> bool:
@@ -103,6 +105,7 @@ class InFlight:
         self._post.flush()
         wake = deadline if self._reserving or missing <= 0 else min(deadline, self._retry_at)
         self._changed.wait(max(LEAST_RETRY_SECONDS, wake - now))
+        self.blocked_seconds += time.monotonic() - now
 
     def reserve_ahead(self, missing: int) -> None:
         """Ask for `missing` pages, if any, unless some are asked for or the daemon wants to be left alone.

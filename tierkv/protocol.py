@@ -29,9 +29,10 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from tierkv.errors import ProtocolError
+from tierkv.figures import SessionFigures
 from tierkv.geometry import DTypeName
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_HEADER_BYTES = 64 << 20
 MAX_REQUEST_PAGES = 65_536
 ATTACH_SOCKET = "attach.sock"
@@ -252,13 +253,14 @@ class Observe(_Struct, tag="observe"):
     """One raw float16 buffer follows: mass of tokens `[0, tokens)`, NaN where it is not known.
 
     A token of a cold page has its share of the page's estimated mass. `step` is the session's decode step of the
-    observation; at most one a step counts.
+    observation; at most one a step counts. `blocked`: seconds that steps waited for the daemon since the last one.
     """
 
     session: int
     step: int
     tokens: int
     audit: Audit | None = None
+    blocked: float = 0.0
 
 
 class Recall(_Struct, tag="recall"):
@@ -289,6 +291,10 @@ class Stats(_Struct, tag="stats"):
     session: int = -1
 
 
+class Sessions(_Struct, tag="sessions"):
+    """Every session of the daemon."""
+
+
 class Explain(_Struct, tag="explain"):
     """Why a page is where it is: row `page` of the session's table, or the page of token `token`; one of them is -1."""
 
@@ -306,8 +312,8 @@ class Drain(_Struct, tag="drain"):
 
 
 Operation = (
-    Open | Fork | Crop | Close | Reserve | Commit | Observe | Recall | Pin | Stats | Explain | Ping | Drain
-)
+    Open | Fork | Crop | Close | Reserve | Commit | Observe | Recall | Pin | Stats | Sessions | Explain | Ping | Drain
+)  # fmt: skip
 
 
 class Request(_Struct, kw_only=True):
@@ -345,6 +351,10 @@ class Ready(_Struct, tag="ready"):
 
 class StatsResult(_Struct, tag="stats"):
     values: dict[str, float]
+
+
+class SessionsResult(_Struct, tag="sessions"):
+    sessions: list[SessionFigures]
 
 
 class Replica(_Struct):
@@ -421,7 +431,7 @@ class Failure(_Struct, tag="failure"):
     retry_after: float = 0.0
 
 
-Result = Done | Table | Reserved | Ready | StatsResult | Explained | Failure
+Result = Done | Table | Reserved | Ready | StatsResult | SessionsResult | Explained | Failure
 
 
 class Reply(_Struct, tag="reply"):

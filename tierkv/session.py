@@ -295,7 +295,8 @@ class Session:
                 raise RequestError(f"mass of {len(mass)} tokens for a session of {self.length}")
             if self._horizon:
                 raw = np.ascontiguousarray(mass[: self._horizon], "<f2").tobytes()
-                op = Observe(self.id, self.step, self._horizon, audit)
+                blocked, self._in_flight.blocked_seconds = self._in_flight.blocked_seconds, 0.0
+                op = Observe(self.id, self.step, self._horizon, audit, blocked)
                 self._pressing = True
                 self._in_flight.tell(op, [raw], self._observation_failed, wake=not self._in_step)
 
@@ -361,7 +362,8 @@ class Session:
             seconds: how long it may take.
             wait: for them, between steps; else they come as a plan, which a later `begin` adopts.
         """
-        deadline = time.monotonic() + self._daemon.timeout + seconds
+        began = time.monotonic()
+        deadline = began + self._daemon.timeout + seconds
         answer: Future[Result] = Future()
         with self._changed:
             self._check()
@@ -381,6 +383,7 @@ class Session:
             while self.version < result.version and self._broken is None and time.monotonic() < deadline:
                 self._changed.wait(max(LEAST_RETRY_SECONDS, deadline - time.monotonic()))
                 self._adopt()
+            self._in_flight.blocked_seconds += time.monotonic() - began
 
     def fork(self) -> Session:
         """A session that shares the committed pages and goes its own way. Tentative tokens are not in it."""

@@ -10,6 +10,7 @@ never written. While drafts are verified (`activate_past_recording`) tokens stay
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -236,14 +237,17 @@ class TieredCache(Cache):  # type: ignore[misc]
         return rested and max(best, default=0.0) >= self.recall.missing
 
     def ask_for_pages(self, wait: bool) -> None:
-        """Ask the daemon for the cold pages that the last forward expects most of, and maybe wait for them."""
+        """Ask the daemon for the cold pages that the last forward expects most of, and maybe wait for them: all rows
+        together for `recall.seconds`.
+        """
         if not self.recall.pages:
             return
+        deadline = time.monotonic() + self.recall.seconds
         self._asked_at = self.padded_length
         for new, found in self._estimates():
             pages, masses = found.best(self.recall.pages)
             if pages:
-                new.session.recall(pages, masses, self.recall.seconds, wait)
+                new.session.recall(pages, masses, max(0.0, deadline - time.monotonic()), wait)
 
     @property
     def verifies_drafts(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +41,20 @@ DESIGNED = {
     "tierkv_prefetch_pages_total": {"outcome"},
 }
 
+LEDGER = {
+    "tierkv_attention_recall_ratio": "_count",
+    "tierkv_prefetch_pages_total": "",
+    "tierkv_prefetch_wasted_ratio": "",
+    "tierkv_prefetch_bar_lift": "",
+    "tierkv_needed_but_cold_pages_total": "",
+    "tierkv_needed_but_cold_mass_ratio": "_count",
+    "tierkv_expected_cold_mass_ratio": "_count",
+    "tierkv_blocked_seconds_total": "",
+    "tierkv_recall_seconds": "_count",
+    "tierkv_ping_pong_pages_total": "",
+}
+"""Figures of recall, and what a histogram's are told by."""
+
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -61,6 +76,31 @@ def test_every_name_of_the_design_is_there_from_the_start_with_its_labels() -> N
         keys = [{label for label, _ in key} for sample, key in found if sample == name]
         assert keys, f"{name} is missing"
         assert all(key == labels for key in keys), name
+
+
+@pytest.mark.parametrize(("name", "suffix"), LEDGER.items())
+def test_every_figure_of_recall_is_exported_from_the_start_and_explained_in_the_guide(
+    name: str, suffix: str
+) -> None:
+    found = samples(Metrics(3, lambda: None))
+    assert {value for (sample, _), value in found.items() if sample == name + suffix} == {0.0}
+    assert f"| `{name}" in (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+
+
+def test_figures_of_recall_are_the_snapshots() -> None:
+    counters = Counters(ping_pongs=3, blocked_seconds=1.5)
+    counters.expected_mass.add(0.2)
+    counters.audited(Audit(0.7, 0.9, 0.3, 0.2, 2))
+    counters.prefetched["cancelled"] = 4
+    now = replace(EMPTY, counters=counters, wasted_share=0.125, waste_bar=2.0)
+    found = samples(Metrics(1, lambda: now))
+    assert value(found, "tierkv_ping_pong_pages_total") == 3
+    assert value(found, "tierkv_blocked_seconds_total") == 1.5
+    assert value(found, "tierkv_expected_cold_mass_ratio_sum") == pytest.approx(0.2)
+    assert value(found, "tierkv_needed_but_cold_mass_ratio_sum") == pytest.approx(0.3)
+    assert value(found, "tierkv_prefetch_pages_total", outcome="cancelled") == 4
+    assert value(found, "tierkv_prefetch_wasted_ratio") == 0.125
+    assert value(found, "tierkv_prefetch_bar_lift") == 2.0
 
 
 def test_audits_fill_the_histogram_of_attention_recall() -> None:

@@ -18,6 +18,7 @@ from tierkv.daemon import events
 from tierkv.daemon.peers import DEDUPE_REPLIES, Peer
 from tierkv.daemon.server import OwnerLoop
 from tierkv.errors import ConfigError, UnknownSession
+from tierkv.figures import SessionFigures
 from tierkv.geometry import Geometry
 from tierkv.protocol import (
     Close,
@@ -41,6 +42,8 @@ from tierkv.protocol import (
     Request,
     Reserve,
     SessionOptions,
+    Sessions,
+    SessionsResult,
     Stats,
     Table,
     TableState,
@@ -56,6 +59,13 @@ FIELDS = GeometryFields(2, 1, 8, "float32", 16)
 class Numbers:
     def flat(self) -> dict[str, float]:
         return {"pages": 4.0}
+
+
+FIGURES = SessionFigures(
+    session=7, client="a", model="m", tokens=40, step=5, hbm_bytes=4096, pages={"hbm": 2, "host": 1},
+    attention_recall=None, missed_mass=0.25, expected_mass=0.1, audits=2, needed_cold_pages=3,
+    prefetched={"used": 1}, ping_pongs=0, blocked_seconds=0.5,
+)  # fmt: skip
 
 
 class ScriptedBrain:
@@ -84,6 +94,9 @@ class ScriptedBrain:
 
     def explain(self, session: int, page: int = -1, token: int = -1) -> Explained:
         raise self.refusal
+
+    def sessions(self) -> list[SessionFigures]:
+        return [FIGURES]
 
     def of(self, kind: type) -> list[events.Event]:
         return [event for event in list(self.events) if isinstance(event, kind)]
@@ -464,3 +477,16 @@ def test_a_worker_that_reads_nothing_gets_everything_in_order_once_it_does(world
             versions += [plan.version for plan in message.plans]
     assert replies == list(range(2, total + 2))
     assert versions == sorted(set(versions))
+
+
+def test_sessions_are_told_to_anyone(world: World) -> None:
+    stranger = world.dealer("nobody", attach=False)
+    assert stranger.ask(1, Sessions(), epoch=0) == SessionsResult([FIGURES])
+
+
+@pytest.mark.parametrize("blocked", [-1.0, float("nan"), float("inf")])
+def test_blocked_time_that_cannot_be_is_refused(world: World, blocked: float) -> None:
+    a = world.dealer("a")
+    result = a.ask(1, Observe(7, 1, 3, blocked=blocked), np.zeros(3, np.float16).tobytes())
+    assert isinstance(result, Failure) and result.code == "request"
+    assert not world.brain.of(events.Observed)

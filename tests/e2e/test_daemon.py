@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 import tierkv
 from tests.faults.pages import SMALL, step
 from tierkv.daemon import statedir
+from tierkv.protocol import Audit
 
 START_SECONDS = 120.0
 """ray.init takes 4 s alone and much longer on a busy machine."""
@@ -170,6 +172,28 @@ def test_explain_says_to_people_and_programs_why_a_page_is_where_it_is(daemon: D
     assert told["replicas"][0] == {"form": "exact", "pool": "hbm", "bytes": SMALL.page_bytes}
     assert unknown.returncode == 1
     assert f"session 7 is not open; open: {session.id}" in unknown.stderr
+
+
+def test_sessions_are_listed_for_people_and_programs(daemon: Daemon) -> None:
+    where = ("--state-dir", str(daemon.state_dir))
+    with tierkv.connect(daemon.state_dir) as client:
+        session = client.open(SMALL, "m")
+        session.label("user", 48)
+        step(client, session, 1, 48)
+        step(client, session, 1, 1, steps=1)
+        session.observe(np.full(49, 1 / 49, np.float32), Audit(0.75, 0.9, 0.25, 0.2, 3))
+        until(lambda: client.sessions()[0].audits == 1, 5.0)
+        (told,) = json.loads(run("tierkv", "sessions", "--json", *where).stdout)
+        head, line = run("tierkv", "sessions", *where).stdout.splitlines()
+        session.close()
+        until(lambda: client.sessions() == [], 5.0)
+    assert (told["session"], told["model"], told["tokens"], told["step"]) == (session.id, "m", 49, 1)
+    assert (told["attention_recall"], told["missed_mass"], told["needed_cold_pages"]) == (0.75, 0.25, 3)
+    assert told["pages"] == {"hbm": 4, "middle": 0, "quantized": 0, "host": 0, "dropped": 0}
+    assert told["prefetched"] == {"used": 0, "late": 0, "wasted": 0, "cancelled": 0}
+    assert told["blocked_seconds"] >= 0
+    assert head.split()[:3] == ["session", "worker", "model"]
+    assert line.split()[0] == str(session.id) and "4/0/0" in line and "75.0%" in line
 
 
 def test_a_second_daemon_is_refused_at_once_and_told_what_differs(daemon: Daemon) -> None:

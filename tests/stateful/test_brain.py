@@ -37,11 +37,12 @@ class BrainMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.05, 0.3]),
         drop_below=st.sampled_from([0.0, 2.0]),
         digest_share=st.sampled_from([0.0, 0.2, 0.5]),
+        promotion_batch=st.sampled_from([1, 2 * FRAME, 8 << 20]),
     )
     def start(
         self, hbm_frames: int, host_frames: int, demotion: Literal["pressure", "eager"],
         backup: Literal["on_seal", "on_demote", "never"], straddle: bool, codec: str, drop_below: float,
-        digest_share: float, middle: str, watermark: float,
+        digest_share: float, middle: str, watermark: float, promotion_batch: int,
     ) -> None:  # fmt: skip
         self.drop_below = drop_below
         self.world = World(
@@ -63,6 +64,7 @@ class BrainMachine(RuleBasedStateMachine):
                 thresholds=Thresholds(0.5, 0.3, drop_below, 0.55),
                 min_residency_steps=1,
                 max_moves_in_flight=4,
+                promotion_batch=promotion_batch,
             )
         )
         if drop_below > 0 and host_frames < 60:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from tierkv.calls import Call
 from tierkv.errors import OutOfCapacity, OwnerUnavailable
 from tierkv.in_flight import UNTOLD_RETRY_SECONDS, InFlight
@@ -53,3 +55,13 @@ def test_what_was_asked_ahead_and_refused_is_not_asked_for_at_once_again() -> No
         time.sleep(UNTOLD_RETRY_SECONDS)
         flying.reserve_ahead(4)
     assert len(daemon.calls) == 2
+
+
+def test_time_that_a_step_waits_for_pages_is_added_up() -> None:
+    lock = threading.Condition(threading.RLock())
+    flying = InFlight(Daemon(), 7, lock, list[BlankPage]().extend)
+    began = time.monotonic()
+    with lock, pytest.raises(OwnerUnavailable):
+        while True:
+            flying.wait_for_pages(1, began + 0.05)
+    assert 0.05 <= flying.blocked_seconds <= time.monotonic() - began

@@ -255,6 +255,24 @@ def test_a_step_that_does_not_fit_changes_nothing(world: World) -> None:
     assert check(client, session, 1) == (5, 0, 0, 0)
 
 
+def test_time_that_steps_were_blocked_is_told_once_with_the_next_observation(world: World) -> None:
+    world.service()
+    client = world.client()
+    session = client.open(SMALL, "m")
+    step(client, session, 1, 10)
+    total = 0.0
+    for _ in range(2):
+        before = session._in_flight.blocked_seconds
+        began = time.monotonic()
+        session.recall([], [], 1.0)
+        assert 0.0 < session._in_flight.blocked_seconds - before <= time.monotonic() - began
+        step(client, session, 1, 1, steps=1)
+        total += session._in_flight.blocked_seconds
+        session.observe(np.full(session.length, 0.01, np.float32))
+        assert session._in_flight.blocked_seconds == 0.0
+        until(lambda total=total: client.sessions()[0].blocked_seconds == pytest.approx(total, abs=1e-9))
+
+
 def test_a_failed_observation_is_told_at_the_next_step_once(world: World) -> None:
     world.service()
     client = world.client()
