@@ -3,7 +3,8 @@
 Every page has a score (the policy's) and a guard (how far it may go). Two drivers ask for room: the pool's low
 watermark or a reservation that did not fit, and a session's own budget. Room is made in this order, lowest score
 first within each (with a middle form, exact pages take that first, and pages that have it become low-bit where these
-steps have low-bit pages leave; only when none of them may are low-bit pages sent to host):
+steps have low-bit pages leave; only when none of them may are low-bit pages sent to host), after exact pages that hints
+give up have left (`send_away`):
 
 1. exact pages become low-bit: five sixths of a frame for almost no loss, so this comes before any page leaves HBM;
 2. pages that the codec refused (values that are not finite) go to host: each holds the frame of several low-bit ones;
@@ -23,6 +24,7 @@ from typing import Literal
 import numpy as np
 
 from tierkv.daemon.budgets import DOWN, Budgets
+from tierkv.daemon.giving_way import send_away
 from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import Goal, Guard, Ladder, Reason
 from tierkv.daemon.scoring import Scores, Slots
@@ -150,6 +152,7 @@ class Pressure:
     # Making room ---------------------------------------------------------------------------------------------
 
     def _shrink_pool(self, missing: int) -> None:
+        missing -= send_away(self._state, self._moves, self._scores, missing)
         everything = self._state.pages.slots()
         missing = self.quantize_or_drop(everything, missing, Guard.ATTENDABLE)
         missing -= self._send_out_refused(everything, missing, "pressure")

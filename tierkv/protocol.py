@@ -30,8 +30,9 @@ import msgspec
 
 from tierkv.errors import ProtocolError
 from tierkv.geometry import DTypeName
+from tierkv.hint_messages import AgentHint, HintKind
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_HEADER_BYTES = 64 << 20
 MAX_REQUEST_PAGES = 65_536
 ATTACH_SOCKET = "attach.sock"
@@ -283,6 +284,14 @@ class Pin(_Struct, tag="pin"):
     level: str
 
 
+class Hint(_Struct, tag="hint"):
+    """What the orchestrator knows; `agent` names the step and may pause the session, too."""
+
+    session: int
+    hint: HintKind | None = None
+    agent: AgentHint | None = None
+
+
 class Stats(_Struct, tag="stats"):
     """Whole daemon (`session` < 0) or one session."""
 
@@ -306,7 +315,20 @@ class Drain(_Struct, tag="drain"):
 
 
 Operation = (
-    Open | Fork | Crop | Close | Reserve | Commit | Observe | Recall | Pin | Stats | Explain | Ping | Drain
+    Open
+    | Fork
+    | Crop
+    | Close
+    | Reserve
+    | Commit
+    | Observe
+    | Recall
+    | Pin
+    | Hint
+    | Stats
+    | Explain
+    | Ping
+    | Drain
 )
 
 
