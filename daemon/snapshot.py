@@ -172,7 +172,7 @@ def session_stats(state: State, session_id: int) -> dict[str, float]:
         "version": session.version,
         "hbm_bytes": state.hbm_bytes_of(session),
         "blank_pages": len(session.blanks),
-        "paused": session.id in state.absent,
+        "paused": int(session.id in state.absent),
         "resumes_ready": session.resumes["ready"],
         "resumes_late": session.resumes["late"],
         **held,

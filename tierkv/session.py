@@ -29,6 +29,8 @@ from tierkv.calls import Call
 from tierkv.errors import RequestError, TierKVError, UnknownSession
 from tierkv.fence import Fence
 from tierkv.geometry import Geometry
+from tierkv.hint_messages import AgentHint, HintKind
+from tierkv.hinting import Hinting
 from tierkv.in_flight import LEAST_RETRY_SECONDS, InFlight
 from tierkv.labels import Labels, Span
 from tierkv.opening import make_session
@@ -40,6 +42,7 @@ from tierkv.protocol import (
     Done,
     Fork,
     GeometryFields,
+    Hint,
     Observe,
     Pin,
     Plan,
@@ -63,7 +66,7 @@ DAMAGE_SECONDS = 1.0
 """How long the daemon looks for room to bring a damaged page back, by which it finds the damage."""
 
 
-class Session(SessionView):
+class Session(SessionView, Hinting):
     """Made by `Client.open` and `Session.fork`."""
 
     def __init__(
@@ -310,17 +313,15 @@ class Session(SessionView):
 
     def pin(self, start: int, stop: int, level: str = "attendable") -> None:
         """Keep pages that hold tokens `[start, stop)` `attendable` or `exact`; `none` lifts the pin."""
-        deadline = time.monotonic() + self._daemon.timeout
-        answer: Future[Result] = Future()
-        with self._changed:
-            self._check()
-            op = Pin(self.id, start, stop, level)
-            self._daemon.submit(Call(op, partial(give, answer), self.id))
-        self._result(answer, deadline, "pin")
+        op = Pin(self.id, start, stop, level)
+        self._ask(op, "pin")
         with self._changed:
             self._pins = [p for p in self._pins if not start <= p.start <= p.stop <= stop]
             if level != "none":
                 self._pins.append(op)
+
+    def _hint(self, hint: HintKind | None, agent: AgentHint | None = None) -> None:
+        self._ask(Hint(self.id, hint, agent), "hint")
 
     def close(self) -> None:
         """Give every page back. Not waited for; closing twice does nothing."""
@@ -428,6 +429,15 @@ class Session(SessionView):
                 self._pins = [p for p in self._pins if p.start < self._horizon]
                 self._daemon.adopted(self.id, self._residency.version, self._fence)
         give(answer, result)
+
+    def _ask(self, op: Pin | Hint, what: str) -> None:
+        """One request that is waited for and changes no table."""
+        deadline = time.monotonic() + self._daemon.timeout
+        answer: Future[Result] = Future()
+        with self._changed:
+            self._check()
+            self._daemon.submit(Call(op, partial(give, answer), self.id))
+        self._result(answer, deadline, what)
 
     def _result(self, answer: Future[Result], deadline: float, what: str) -> None:
         result = wait_for(answer, deadline, self._daemon, what)
