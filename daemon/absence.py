@@ -39,6 +39,9 @@ class Absence:
     due: float = 0.0
     """When it is worked out again."""
 
+    try_at: float = 0.0
+    """Its pages are not brought back before, lest they come and go at every tick."""
+
     @property
     def early_at(self) -> float:
         """The earliest resume that is worth preparing for, as of the pause: seen later, it would move away for ever."""

@@ -36,6 +36,10 @@ LEAST_MARGIN_SECONDS = 0.1
 """Two ticks."""
 
 
+AGAIN_SECONDS = 1.0
+"""Between attempts to bring a paused session's pages back."""
+
+
 @dataclass
 class _Want:
     slots: list[int]  # most wanted first
@@ -81,8 +85,14 @@ class Returns:
                 want.back_at = absence.back_at
                 if not absence.expected:
                     del self._wants[number]
-            elif absence.expected and absence.early_at - now <= LEAST_MARGIN_SECONDS + self._seconds(absence):
+            elif absence.expected and self._is_due(absence):
+                absence.try_at = now + AGAIN_SECONDS
                 self._add(session, absence.pages, absence.back_at, np.inf, "resume")
+
+    def _is_due(self, absence: Absence) -> bool:
+        now = self._state.now
+        soon = absence.early_at - now <= LEAST_MARGIN_SECONDS + self._seconds(absence)
+        return soon and now >= absence.try_at
 
     def _seconds(self, absence: Absence) -> float:
         """What the return of a paused session's pages is expected to take."""
@@ -92,11 +102,19 @@ class Returns:
     def _add(self, session: Session, slots: Slots, back_at: float, until: float, reason: Reason) -> None:
         before = self._wants.get(session.id)
         named = [] if before is None else before.slots
-        missing = [slot for slot in dict.fromkeys([*named, *slots.tolist()]) if self._recall.is_missing(slot)]
+        missing = self._missing(session, list(dict.fromkeys([*named, *slots.tolist()])))
         if missing:
             self._wants[session.id] = _Want(missing, back_at, until, reason, self._state.now, len(missing))
         else:
             self._wants.pop(session.id, None)
+
+    def _missing(self, session: Session, slots: list[int]) -> list[int]:
+        """Those of the session's pages that lie in host memory only, in their order."""
+        pages, among = self._state.pages, np.array(slots, np.int64)
+        away = (pages.kind[among] == Kind.NONE) & (pages.host[among] != NOWHERE) & ~pages.doomed[among]
+        among = among[away]
+        missing: list[int] = among[np.isin(among, session.pages.view)].tolist()
+        return missing
 
     def advance(self) -> None:
         """Go on with what is to come back, soonest needed first."""
@@ -106,8 +124,7 @@ class Returns:
             if session is None or state.now > want.until:
                 del self._wants[number]
                 continue
-            named = set(session.pages.view.tolist())
-            want.slots = [slot for slot in want.slots if slot in named and self._recall.is_missing(slot)]
+            want.slots = self._missing(session, want.slots)
             if want.slots:
                 self._bring(session, want)
             else:

@@ -40,7 +40,22 @@ def resumes(w: World) -> dict[tuple[str, str], int]:
     return dict(w.brain.state.counters.resumes)
 
 
-def two_sessions(pages: int = 12, frames: int = 16) -> tuple[World, WorkerSession, WorkerSession]:
+def until_cold(w: World, grows: WorkerSession, *watched: WorkerSession) -> None:
+    """A session grows until another has a cold page."""
+    while not any(Kind.NONE in kinds(session) for session in watched):
+        append(w, grows, 4)
+        w.settle()
+
+
+def squeeze(w: World, first: WorkerSession, second: WorkerSession) -> None:
+    """The other session grows until pages of `first`, which is paused, lie in host memory; then it lets go."""
+    until_cold(w, second, first)
+    w.crop(second, 4)
+    w.settle()
+    assert Kind.NONE in kinds(first)
+
+
+def two_sessions(pages: int = 8, frames: int = 12) -> tuple[World, WorkerSession, WorkerSession]:
     w = world(hbm_frames=frames, host_frames=200)
     first, second = opened(w), opened(w)
     append(w, first, pages)
@@ -52,13 +67,14 @@ def two_sessions(pages: int = 12, frames: int = 16) -> tuple[World, WorkerSessio
 
 
 def test_a_paused_sessions_pages_leave_before_any_of_a_session_that_runs() -> None:
-    """Twelve and twelve pages in sixteen frames: without the pause both would become low-bit, none would leave."""
     w, first, second = two_sessions()
     told(w, first, Pause(600.0))
-    append(w, second, 12)
+    append(w, second, 8)
     w.settle()
-    assert Kind.NONE in kinds(first)
+    assert Kind.QUANTIZED in kinds(first) and Kind.NONE not in kinds(first), "low-bit ones are attendable"
     assert set(kinds(second)) == {Kind.EXACT}
+    until_cold(w, second, first, second)
+    assert Kind.NONE in kinds(first) and Kind.NONE not in kinds(second)
     assert all(row.host_kind for row in first.rows if row.kind == Kind.NONE), "they lie in host memory"
 
 
@@ -72,8 +88,9 @@ def test_without_pressure_a_paused_session_keeps_everything() -> None:
 def test_sinks_and_the_recent_window_of_a_paused_session_give_way_too_and_are_guarded_again_after() -> None:
     w, first, second = two_sessions()
     told(w, first, Pause(600.0))
-    append(w, second, 14)
-    w.settle()
+    while kinds(first)[0] != Kind.NONE:
+        append(w, second, 4)
+        w.settle()
     guards = w.brain.state.pages.guard[session_slots(w, first)]
     assert set(guards.tolist()) == {Guard.NONE}
     assert kinds(first)[0] == Kind.NONE
@@ -84,25 +101,24 @@ def test_sinks_and_the_recent_window_of_a_paused_session_give_way_too_and_are_gu
 
 
 def test_the_session_that_resumes_last_gives_way_first() -> None:
-    w = world(hbm_frames=24, host_frames=200)
+    w = world(hbm_frames=12, host_frames=200)
     near, far, runs = opened(w), opened(w), opened(w)
     append(w, near, 8)
     append(w, far, 8)
     w.settle()
     told(w, near, Pause(60.0))
     told(w, far, Pause(900.0))
-    append(w, runs, 14)
-    w.settle()
+    until_cold(w, runs, near, far)
     assert Kind.NONE in kinds(far) and Kind.NONE not in kinds(near)
 
 
 def test_pages_are_back_before_the_expected_resume_and_the_resume_counts_as_ready() -> None:
     w, first, second = two_sessions()
     told(w, first, Pause(20.0))
-    append(w, second, 14)
-    w.settle()
-    assert Kind.NONE in kinds(first)
-    pass_time(w, 19.0)
+    squeeze(w, first, second)
+    pass_time(w, 5.0)
+    assert Kind.NONE in kinds(first), "it is too early"
+    pass_time(w, 10.0)
     assert Kind.NONE not in kinds(first)
     told(w, first, Resume())
     assert resumes(w) == {("ready", "hinted"): 1}
@@ -112,8 +128,7 @@ def test_pages_are_back_before_the_expected_resume_and_the_resume_counts_as_read
 def test_an_early_resume_is_late_for_its_pages_which_come_at_once() -> None:
     w, first, second = two_sessions()
     told(w, first, Pause(900.0))
-    append(w, second, 14)
-    w.settle()
+    squeeze(w, first, second)
     told(w, first, Resume())
     assert resumes(w) == {("late", "hinted"): 1}
     w.settle()
@@ -163,8 +178,7 @@ def test_a_tools_duration_is_learned_from_its_pauses() -> None:
 def test_a_session_past_its_ttl_is_not_expected_back() -> None:
     w, first, second = two_sessions()
     told(w, first, Pause(4.0), AgentHint(ttl=1.0))
-    append(w, second, 14)
-    w.settle()
+    squeeze(w, first, second)
     pass_time(w, 8.0)
     assert Kind.NONE in kinds(first)
     told(w, first, Resume())
@@ -220,13 +234,13 @@ def test_prefetch_brings_a_span_back_over_pages_with_less_attention() -> None:
 
 
 def test_prefetch_of_a_region_leaves_the_others_where_they_are() -> None:
-    w = world(hbm_frames=40, host_frames=400)
+    w = world(hbm_frames=12, host_frames=400)
     session, other = opened(w), opened(w)
     append(w, session, 8, Region.TOOL_OUT)
     append(w, session, 8, Region.USER)
     w.settle()
     told(w, session, Pause(1e5))
-    append(w, other, 38)
+    append(w, other, 90)
     w.settle()
     w.close(other)
     w.brain.promotion.tick = lambda: None  # type: ignore[method-assign]  # else the rest comes back, too
@@ -272,12 +286,12 @@ def test_more_than_the_quota_is_not_retained_and_says_so() -> None:
 
 def test_superseded_pages_go_to_host_first_and_score_nothing() -> None:
     w, first, second = two_sessions()
-    told(w, first, Supersede(16, 32))  # rows 4 to 7
+    told(w, first, Supersede(4, 20))  # rows 1 to 4
     append(w, second, 8)
     w.settle()
-    assert [row for row, kind in enumerate(kinds(first)) if kind == Kind.NONE] == [4, 5, 6, 7]
+    assert [row for row, kind in enumerate(kinds(first)) if kind == Kind.NONE] == [1, 2, 3, 4]
     w.brain.scores.refresh()
-    assert (w.brain.state.pages.score[session_slots(w, first)[4:8]] == 0).all()
+    assert (w.brain.state.pages.score[session_slots(w, first)[1:5]] == 0).all()
     assert w.brain.snapshot().counters.dropped_pages.total() == 0
 
 
