@@ -3,8 +3,8 @@
 Every page has a score (the policy's) and a guard (how far it may go). Two drivers ask for room: the pool's low
 watermark or a reservation that did not fit, and a session's own budget. Room is made in this order, lowest score
 first within each (with a middle form, exact pages take that first, and pages that have it become low-bit where these
-steps have low-bit pages leave; only when none of them may are low-bit pages sent to host), after superseded pages have left
-HBM as they are. "Lowest score" is that of `Scores.coldest_first`: pages of paused sessions come first.
+steps have low-bit pages leave; only when none of them may are low-bit pages sent to host), after superseded pages have
+left HBM as they are. "Lowest score" is that of `Scores.coldest_first`: pages of paused sessions come first.
 
 1. exact pages become low-bit: five sixths of a frame for almost no loss, so this comes before any page leaves HBM;
 2. pages that the codec refused (values that are not finite) go to host: each holds the frame of several low-bit ones;
