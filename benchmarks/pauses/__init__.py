@@ -1,0 +1,1 @@
+"""Paused sessions: how many resumes find what they had attendable, with hints and without."""
