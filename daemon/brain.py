@@ -24,6 +24,7 @@ from tierkv.daemon.events import Answer, Event, Instruction
 from tierkv.daemon.explain import explain
 from tierkv.daemon.failures import refusal
 from tierkv.daemon.frames import RETRY_AFTER_SECONDS, Frames
+from tierkv.daemon.hints import Hints
 from tierkv.daemon.integrity import check_integrity
 from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import Guard, Ladder
@@ -31,6 +32,7 @@ from tierkv.daemon.pins import PIN_LEVELS, Pins
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.promotion import Promotion
 from tierkv.daemon.recall import Recall
+from tierkv.daemon.returns import Returns
 from tierkv.daemon.scoring import Scores
 from tierkv.daemon.sessions import Client, Session
 from tierkv.daemon.snapshot import Snapshot, figures, session_stats, take_snapshot
@@ -70,6 +72,8 @@ class Brain:
         self.frames = Frames(self.state, self.pressure)
         self.recall = Recall(self.state, self.moves, self.pressure, self.scores)
         self.promotion = Promotion(self.state, self.moves, self.pressure, self.scores, self.recall)
+        self.returns = Returns(self.state, self.moves, self.pressure, self.scores, self.recall)
+        self.hints = Hints(self.state, self.pins, self.returns)
         self.adoption = Adoption(self.state)
         self.log: deque[tuple[float, Event]] = deque(maxlen=config.log_events)
         self._validate = validate
@@ -85,6 +89,7 @@ class Brain:
             events.Observed: self._observed,
             events.Recalled: self._recalled,
             events.Pinned: self._pinned,
+            events.Hinted: self._hinted,
             events.Acked: self._acked,
             events.LeaseExpired: self._lease_expired,
             events.LeaseRenewed: self._lease_renewed,
@@ -109,6 +114,7 @@ class Brain:
             self.recall.advance()
             if isinstance(event, events.MoveDone):
                 self.promotion.resume()
+            self.returns.advance()
         state.flush()
         out, state.out = state.out, []
         if self._validate:
@@ -268,6 +274,7 @@ class Brain:
         for slot in child.pages.view.tolist():
             if slot != tail:
                 state.share(slot, child)
+        state.mark_absence(child)
         if tail == NOWHERE:
             self._introduce(child, event.request)
             return
@@ -283,7 +290,9 @@ class Brain:
             raise RequestError(
                 f"cannot crop session {session.id} to {event.length} tokens: {session.length} are committed"
             )
+        self.hints.stepped(session)
         self._cut(session, event.length)
+        self.hints.cropped(session)
         session.stale, session.active_at = True, state.now
         self._answer(event.request, Table(state.table(session)))
 
@@ -317,6 +326,7 @@ class Brain:
         self._admit()
         state, model = self.state, self.state.session(event.session, event.client).model
         session = state.sessions[event.session]
+        self.hints.stepped(session)
         session.active_at = state.now
         if event.pages < 1:
             raise RequestError(f"cannot reserve {event.pages} pages; at least one")
@@ -371,6 +381,7 @@ class Brain:
         session.tokens.append(regions, session.step)
         if len(event.token_ids):
             session.token_ids.append(event.token_ids)
+        self.hints.stepped(session)
         session.stepped(event.steps, state.now)
         self._answer(event.request, Done())
 
@@ -403,6 +414,7 @@ class Brain:
         self._answer(event.request, Done())
 
     def _recalled(self, event: events.Recalled) -> None:
+        self.hints.stepped(self.state.session(event.session, event.client))
         self.recall.ask(
             event
         )  # while workers are still waited for it waits; while draining, too, pages come back
@@ -423,6 +435,10 @@ class Brain:
                     f"pins may hold {self.config.pin_quota:.0%} of HBM; that is used up: lift one or raise pin_quota"
                 )
         session.stale = True
+        self._answer(event.request, Done())
+
+    def _hinted(self, event: events.Hinted) -> None:
+        self.hints.take(event)
         self._answer(event.request, Done())
 
     # Moves and time ------------------------------------------------------------------------------------------
@@ -466,6 +482,7 @@ class Brain:
         if not self.adoption.pending:
             late.back_up(state, self.moves)
             late.summarize(state, self.moves)
+            self.returns.tick()
             self.promotion.tick()
 
 

@@ -59,6 +59,9 @@ class Counters:
     recalled_pages: int = 0
     prefetched: Counter[str] = field(default_factory=Counter)  # pages by outcome
     ping_pongs: int = 0  # pages demoted soon after they were promoted
+    resumes: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # pauses: ready or late, how it was known
     without_digest: int = 0  # pages that left HBM and found no room for a digest
     needed_cold: int = 0  # pages that audits found not attended although they had much mass
     attention_recall: Buckets = field(default_factory=lambda: Buckets(RATIO_EDGES))

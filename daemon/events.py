@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.geometry import Geometry
+from tierkv.hint_messages import AgentHint, HintKind
 from tierkv.protocol import Audit, Plan, Result, SessionOptions, SessionState
 from tierkv.quant.quality import ErrorRatios
 from tierkv.regions import Run
@@ -110,6 +111,16 @@ class Pinned(NamedTuple):
     level: str
 
 
+class Hinted(NamedTuple):
+    """`hint` of the orchestrator, and what it says of the step that runs from now on."""
+
+    request: RequestToken
+    client: str
+    session: int
+    hint: HintKind | None = None
+    agent: AgentHint | None = None
+
+
 class Acked(NamedTuple):
     """`client` reads table `version` (or a later one) of `session` from now on."""
 
@@ -161,7 +172,7 @@ class Tick(NamedTuple):
 
 Event = (
     Attached | AdoptionEnded | Opened | Forked | Cropped | Closed | Reserved | Committed | Observed | Recalled | Pinned
-    | Acked | LeaseExpired | LeaseRenewed | WorkerDied | Draining | MoveDone | MoveFailed | Tick
+    | Hinted | Acked | LeaseExpired | LeaseRenewed | WorkerDied | Draining | MoveDone | MoveFailed | Tick
 )  # fmt: skip
 
 # Instructions ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from tierkv.daemon import outlook
 from tierkv.daemon.outlook import Facts
 from tierkv.daemon.pages import NEVER, REASONS, Goal, Guard, Ladder
-from tierkv.daemon.scoring import Floats
+from tierkv.daemon.scoring import STALE_SCORE, Floats
 from tierkv.daemon.sessions import Session
 from tierkv.daemon.snapshot import TIERS, tiers_of
 from tierkv.daemon.state import State
@@ -99,7 +99,8 @@ def _scores(state: State, session: Session, family: list[Session]) -> Floats:
             member.starts.view, member.counts.view.astype(np.int32), member.clock(state.now)
         )
         best[slots] = np.maximum(best[slots], own)
-    scores: Floats = best[session.pages.view]
+    slots = session.pages.view
+    scores: Floats = np.where(state.pages.stale[slots], np.minimum(best[slots], STALE_SCORE), best[slots])
     return scores
 
 
@@ -119,12 +120,14 @@ def _guards(state: State, slot: int, family: list[Session]) -> dict[str, Guard]:
     config, found = state.config, dict[str, Guard]()
     if state.pages.pin[slot]:
         found["pin"] = Guard(int(state.pages.pin[slot]))
+    if state.pages.retained_until[slot] > state.now:
+        found["retained"] = Guard.ATTENDABLE
     for member, row in _naming(slot, family):
         starts = member.starts.view
         stop = int(starts[row + 1]) if row + 1 < len(starts) else member.length
         if state.clients[member.client].quarantined:
             found["stopped"] = Guard.EXACT
-        elif member.ladder is not Ladder.TIERED:
+        elif member.ladder is not Ladder.TIERED or member.id in state.absent:
             continue
         elif starts[row] < config.sink_tokens:
             found["sink"] = Guard.EXACT

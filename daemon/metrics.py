@@ -40,7 +40,8 @@ ATTENDED_TIERS = ("hbm", "middle", "quantized", "host")
 PACKED = ("middle", "quantized")
 """Tiers within which a page may also change places, to empty a frame."""
 
-MOVE_REASONS = ("pressure", "budget", "threshold", "pin", "hot", "room", "recall")
+MOVE_REASONS = ("pressure", "budget", "threshold", "pin", "hot", "room", "recall", "pause", "resume", "hint")
+RESUMES, KNOWN = ("ready", "late"), ("hinted", "learned", "unknown")
 DROP_REASONS = ("budget", "host-full", "checksum")
 FAILURES = ("io", "codec", "non-finite", "checksum")
 MOVES: tuple[tuple[str, str], ...] = tuple(sorted({act.value for act in Act}))
@@ -56,8 +57,8 @@ SCORE_BUCKETS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.
 
 EMPTY = Snapshot(
     hbm_capacity=0, hbm_used=0, hbm_peak=0, hbm_retiring=0, host_capacity=0, host_used=0, sessions=0, workers=0,
-    quarantined=0, blanks=0, moves_in_flight=0, adopting=False, draining=False, tokens=0, pages={}, tier_bytes={},
-    counters=Counters(),
+    quarantined=0, blanks=0, moves_in_flight=0, adopting=False, draining=False, tokens=0, paused=0, pages={},
+    tier_bytes={}, counters=Counters(),
 )  # fmt: skip
 """What is known before the loop's first tick."""
 
@@ -163,6 +164,7 @@ class _FromSnapshot(Collector):
         for name, value, what in (
             ("sessions", now.sessions, "Open sessions."),
             ("quarantined_workers", now.quarantined, "Workers that are silent but alive."),
+            ("paused_sessions", now.paused, "Sessions that said they pause, and have not resumed."),
             ("retiring_bytes", now.hbm_retiring, "HBM that waits for workers to adopt a plan."),
             ("moves_in_flight", now.moves_in_flight, "Moves that the mover has not answered."),
             ("tokens", now.tokens, "Committed tokens of open sessions."),
@@ -204,6 +206,10 @@ class _FromSnapshot(Collector):
         yield _total(
             "prefetch_pages", "Pages brought back because attention was expected on them.", ["outcome"],
             {(outcome,): count for outcome, count in list(counters.prefetched.items())}, ((o,) for o in OUTCOMES),
+        )  # fmt: skip
+        yield _total(
+            "resumes", "Pauses that ended: whether what the session had was there, and how its time was known.",
+            ["outcome", "known"], counters.resumes, ((o, k) for o in RESUMES for k in KNOWN),
         )  # fmt: skip
         yield _histogram(
             "attention_recall_ratio", "Audits: share of attention over all pages that was attended.", [],

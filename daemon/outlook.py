@@ -28,6 +28,9 @@ BECAUSE = {
     "room": "there was room for it",
     "pin": "it is pinned",
     "hot": "its score reached promote_above",
+    "pause": "its session is paused, or it was superseded, and room was wanted",
+    "resume": "its session resumes, or was about to",
+    "hint": "a hint named it",
     "host-full": "host memory was full and its score below drop_below",
     "checksum": "its copy in host memory was damaged",
 }
@@ -124,6 +127,16 @@ def _holding(state: State, facts: Facts) -> Iterator[str]:
     owner = state.sessions[int(pages.owner[slot])]
     if owner.step < pages.wanted_until[slot]:
         yield f"gives way last until step {pages.wanted_until[slot]:.0f}: it was recalled for these steps"
+    if pages.linked[slot]:
+        yield "gives way last: the present step depends on it"
+    if pages.stale[slot]:
+        yield "gives way before all others: its tokens were superseded"
+    elif pages.back_at[slot] > 0:
+        back = pages.back_at[slot] - state.now
+        when = f"in {back:.1f} s" if back < 1e9 else "no more"
+        yield f"gives way before pages of sessions that run: its own is paused, and expected back {when}"
+    if "retained" in facts.guards:
+        yield f"stays in HBM for {pages.retained_until[slot] - state.now:.1f} s more: a hint retains it"
     if "stopped" in facts.guards:
         yield "stays until its worker, which is silent, is heard again"
     if "sink" in facts.guards:

@@ -50,7 +50,19 @@ class Outcome(IntEnum):
 
 
 Reason = Literal[
-    "pressure", "budget", "threshold", "recall", "room", "pin", "hot", "compaction", "host-full", "checksum"
+    "pressure",
+    "budget",
+    "threshold",
+    "recall",
+    "room",
+    "pin",
+    "hot",
+    "compaction",
+    "host-full",
+    "checksum",
+    "pause",
+    "resume",
+    "hint",
 ]
 """Why a page changes its tier."""
 
@@ -104,6 +116,12 @@ class PageStore:
         )  # attention the page gets: observed, or estimated while it is cold
         self.recalled = np.zeros(0, np.int8)  # Outcome of its last recall
         self.wanted_until = np.zeros(0, np.float32)  # decode step up to which a recalled page should stay
+        self.back_at = np.zeros(
+            0, np.float64
+        )  # when its paused sessions resume (seconds); 0: one is not paused
+        self.retained_until = np.zeros(0, np.float64)  # it does not leave HBM before
+        self.stale = np.zeros(0, bool)  # its tokens were superseded
+        self.linked = np.zeros(0, bool)  # the present step depends on it
         self.moved_step = np.zeros(0, np.float32)  # decode step of the last tier change
         self.promoted_step = np.zeros(0, np.float32)  # decode step of the last promotion
         self.moved_why = np.zeros(0, np.int8)  # index into REASONS: why it did

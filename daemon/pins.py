@@ -21,13 +21,14 @@ class Pins:
         if level > pages.pin[slot]:
             size = {Guard.ATTENDABLE: model.quant.item, Guard.EXACT: model.exact.item}[level]
             room = session.options.hbm_budget or self._state.config.hbm_bytes
-            if self._bytes(session) + size > self._state.config.pin_quota * room:
+            if self.bytes_of(session) + size > self._state.config.pin_quota * room:
                 self._state.counters.pins_refused += 1
                 return False
         pages.pin[slot] = level
         return True
 
-    def _bytes(self, session: Session) -> int:
+    def bytes_of(self, session: Session) -> int:
+        """HBM that pins may hold, of the session if it has a budget of its own, else of all."""
         pages, model = self._state.pages, session.model
         among = session.pages.view if session.options.hbm_budget else pages.slots()
         attendable = int(np.count_nonzero(pages.pin[among] == Guard.ATTENDABLE))

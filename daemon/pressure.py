@@ -3,7 +3,8 @@
 Every page has a score (the policy's) and a guard (how far it may go). Two drivers ask for room: the pool's low
 watermark or a reservation that did not fit, and a session's own budget. Room is made in this order, lowest score
 first within each (with a middle form, exact pages take that first, and pages that have it become low-bit where these
-steps have low-bit pages leave; only when none of them may are low-bit pages sent to host):
+steps have low-bit pages leave; only when none of them may are low-bit pages sent to host), after superseded pages have
+left HBM as they are. "Lowest score" is that of `Scores.coldest_first`: pages of paused sessions come first.
 
 1. exact pages become low-bit: five sixths of a frame for almost no loss, so this comes before any page leaves HBM;
 2. pages that the codec refused (values that are not finite) go to host: each holds the frame of several low-bit ones;
@@ -150,6 +151,7 @@ class Pressure:
     # Making room ---------------------------------------------------------------------------------------------
 
     def _shrink_pool(self, missing: int) -> None:
+        missing -= self._send_out_stale(missing)
         everything = self._state.pages.slots()
         missing = self.quantize_or_drop(everything, missing, Guard.ATTENDABLE)
         missing -= self._send_out_refused(everything, missing, "pressure")
@@ -262,6 +264,15 @@ class Pressure:
             return True
         return bool(self._send_out(ready[pages.guard[ready] == Guard.NONE], wanted=1))
 
+    def _send_out_stale(self, missing: int) -> int:
+        """Superseded exact pages leave HBM as they are. Returns bytes of frames."""
+        state, pages = self._state, self._state.pages
+        ready = self._scores.idle(np.flatnonzero(pages.live & pages.stale))
+        ready = ready[(pages.kind[ready] == Kind.EXACT) & (pages.ladder[ready] == Ladder.TIERED)]
+        ready = ready[pages.guard[ready] == Guard.NONE]
+        frame = max((model.exact.frame for model in state.models.values()), default=1)
+        return self._send_out(ready, -(-missing // frame)) * frame
+
     def _send_out_refused(self, among: Slots, missing: int, reason: Reason) -> int:
         """Exact pages that cannot become low-bit leave HBM as they are, coldest first. Returns bytes of frames."""
         state, pages = self._state, self._state.pages
@@ -315,14 +326,12 @@ class Pressure:
         held = np.flatnonzero(
             pages.live & (pages.model == model.index) & (offsets != NOWHERE) & ~pages.doomed
         )
-        frames: dict[int, list[int]] = {}
-        for slot in held.tolist():
-            frames.setdefault(int(offsets[slot]) // size_class.frame * size_class.frame, []).append(slot)
-        frames = {f: slots for f, slots in frames.items() if f not in self._emptying}
-        if not frames:
+        frames = offsets[held] // size_class.frame * size_class.frame
+        known, counts = np.unique(frames[~np.isin(frames, list(self._emptying))], return_counts=True)
+        if not len(known):
             return ""
-        frame = min(frames, key=lambda f: (len(frames[f]), f))
-        slots = frames[frame]
+        frame = int(known[np.argmin(counts)])
+        slots: list[int] = held[frames == frame].tolist()
         elsewhere = state.hbm.free_items(size_class) - (
             size_class.items - state.hbm.items_used(size_class, frame)
         )

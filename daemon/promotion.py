@@ -58,6 +58,7 @@ class Promotion:
         tiered = self._scores.idle(pages.slots())
         tiered = tiered[pages.ladder[tiered] == Ladder.TIERED]
         cold = tiered[(pages.kind[tiered] == Kind.NONE) & (pages.host[tiered] != NOWHERE)]
+        cold = cold[(pages.back_at[cold] == 0) & ~pages.stale[cold]]  # `Returns` knows when those are wanted
         cold = cold[(pages.score[cold] >= state.thresholds.offload_below) | (pages.mass[cold] > 0)]
         cold = cold[(pages.host_kind[cold] == Kind.QUANTIZED) | ~pages.refused[cold]]
         if len(cold):
@@ -155,6 +156,7 @@ class Promotion:
             self._is_packed(ready)
             & (pages.host_kind[ready] == Kind.EXACT)
             & (pages.score[ready] >= state.thresholds.promote_above)
+            & (pages.back_at[ready] == 0)
         ]
         resident = [s for s in hot.tolist() if self._residency(s) >= state.config.min_residency_steps]
         return self._promote_exact(np.array(resident, np.int64), spare, "hot")

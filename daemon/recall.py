@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tierkv.daemon.events import Answer, Recalled
 from tierkv.daemon.failures import refusal
 from tierkv.daemon.moves import Moves
-from tierkv.daemon.pages import Goal, Guard, Ladder, Outcome
+from tierkv.daemon.pages import Goal, Guard, Ladder, Outcome, Reason
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.scoring import Scores, Slots
 from tierkv.daemon.sessions import Session
@@ -121,7 +121,7 @@ class Recall:
                 gone = UnknownSession(f"session {number} was closed while it waited for pages")
                 state.out.append(Answer(waiting.request, refusal(gone)))
                 continue
-            missing = waiting.left = [slot for slot in waiting.left if self._is_missing(slot)]
+            missing = waiting.left = [slot for slot in waiting.left if self.is_missing(slot)]
             if state.now > waiting.until:
                 state.count_outcome("late", session, len(missing))
                 self._answer(session)
@@ -141,12 +141,13 @@ class Recall:
         """What the session waited for, and has not begun to come, is not wanted any more."""
         waiting, pages = self._waiting.get(session.id), self._state.pages
         if waiting is not None:
-            left = [s for s in waiting.left if self._is_missing(s) and not pages.goal[s]]
+            left = [s for s in waiting.left if self.is_missing(s) and not pages.goal[s]]
             pages.wanted_until[left] = 0.0
             self._state.count_outcome("cancelled", session, len(left))
             self._answer(session)
 
-    def _is_missing(self, slot: int) -> bool:
+    def is_missing(self, slot: int) -> bool:
+        """The page lies in host memory only."""
         pages = self._state.pages
         return bool(
             pages.live[slot]
@@ -177,9 +178,9 @@ class Recall:
                 continue
             elif not moves.may_promote():
                 return set(self._waiting)
-            elif pages.retry_at[slot] > self._state.now or not self._encodable(slot):
+            elif pages.retry_at[slot] > self._state.now or not self.encodable(slot):
                 continue
-            elif self._start(self._state.sessions[number], slot):
+            elif self.start(self._state.sessions[number], slot):
                 coming.add(number)
             else:
                 without_room.add(number)
@@ -197,7 +198,7 @@ class Recall:
         size = sizes(self._state, np.array([slot for _, slot in wants], np.int64))
         return [wants[place] for place in ranked(mass, size, until, self._state.now).tolist()]
 
-    def _encodable(self, slot: int) -> bool:
+    def encodable(self, slot: int) -> bool:
         """There is a low-bit form of the page, or one can be made; or there is a slot for it as it is."""
         pages, model = self._state.pages, self._state.model_of(slot)
         if pages.host_kind[slot] == Kind.MIDDLE:
@@ -205,7 +206,7 @@ class Recall:
         possible = pages.host_kind[slot] == Kind.QUANTIZED or not pages.refused[slot]
         return bool(possible) and model.ready
 
-    def _start(self, session: Session, slot: int) -> bool:
+    def start(self, session: Session, slot: int, reason: Reason = "recall") -> bool:
         """Begin to bring a page back, if there is a slot for it."""
         state, model = self._state, self._state.model_of(slot)
         if self._pressure.budgets.room(session) < model.quant.item:
@@ -213,14 +214,14 @@ class Recall:
         spare = state.hbm.free_frames(model.exact.frame) - self._pressure.kept_frames(model)
         if not state.hbm.free_items(model.quant) and spare < 1:
             return False
-        return self._moves.promote(slot, Goal.LOWBIT, "recall")
+        return self._moves.promote(slot, Goal.LOWBIT, reason)
 
     def _make_room(self, session: Session, waiting: _Waiting, slot: int, lacking: int) -> bool:
         """Low-bit pages with less mass leave for `lacking` wanted ones. True if any room is on its way."""
         state, pages = self._state, self._state.pages
         model = state.model_of(slot)
         budgeted = self._pressure.budgets.room(session) < model.quant.item
-        coming = self._slots_coming(session, budgeted)
+        coming = self.slots_coming(session, budgeted)
         if coming >= lacking:
             return True
         among = session.pages.view.copy() if budgeted else pages.slots()
@@ -231,7 +232,7 @@ class Recall:
             coming += self._moves.demote(victim, Goal.HOST, "recall")
         return coming > 0
 
-    def _slots_coming(self, session: Session, budgeted: bool) -> int:
+    def slots_coming(self, session: Session, budgeted: bool) -> int:
         """Low-bit slots on their way to be free (of the session's own pages, if its budget is what lacks)."""
         state, pages, model = self._state, self._state.pages, session.model
         leaving = pages.live & (pages.model == model.index) & (pages.goal == Goal.HOST)
@@ -243,7 +244,7 @@ class Recall:
         return int(np.count_nonzero(leaving)) + state.retiring_items[model.quant]
 
     def _victims(self, among: Slots, model: int, mass: float, spared: set[int]) -> list[int]:
-        """Low-bit pages that may leave for a page of `mass`, least attended first."""
+        """Low-bit pages that may leave for a page of `mass`: of paused sessions, then the least attended first."""
         pages = self._state.pages
         ready = self._scores.idle(among)
         ready = ready[
@@ -252,9 +253,9 @@ class Recall:
             & (pages.ladder[ready] == Ladder.TIERED)
             & (pages.guard[ready] == Guard.NONE)
             & (pages.host[ready] != NOWHERE)
-            & (pages.mass[ready] < mass)
+            & ((pages.mass[ready] < mass) | (pages.back_at[ready] > 0))
         ]
-        order = np.lexsort((pages.mass[ready], self._scores.wanted(ready)))
+        order = np.lexsort((pages.mass[ready], self._scores.wanted(ready), -pages.back_at[ready]))
         return [slot for slot in ready[order].tolist() if slot not in spared]
 
     # In the background -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tierkv import errors
 from tierkv.daemon import events
+from tierkv.daemon.hint_checks import agent_hint, hint
 from tierkv.geometry import Geometry
 from tierkv.protocol import (
     MAX_REQUEST_PAGES,
@@ -23,6 +24,7 @@ from tierkv.protocol import (
     Crop,
     Fork,
     GeometryFields,
+    Hint,
     Observe,
     Open,
     Operation,
@@ -85,6 +87,8 @@ def to_event(client: str, token: int, op: Operation, buffers: Buffers) -> events
             return _recalled(client, token, op)
         case Pin():
             return _pinned(client, token, op)
+        case Hint():
+            return events.Hinted(token, client, _session(op.session), hint(op.hint), agent_hint(op.agent))
         case _:
             raise errors.ProtocolError(f"{type(op).__name__} is no event")
 

@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.daemon.pages import Goal, Ladder
+from tierkv.daemon.pages import Goal, Guard, Ladder
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.policy.exponential import score_sessions
 from tierkv.daemon.policy.pages import page_scores
@@ -35,6 +35,9 @@ page, `TokenState.addresses`; and its clock."""
 
 RESCORE_SECONDS = 1.0
 """Scores of a paused session are recomputed this often."""
+
+STALE_SCORE = np.float32(0.0)
+"""Most that a superseded page is worth."""
 
 FIRST_CHUNK = 1024
 """Of slots in order of score, so many are sorted at first, and twice as many each time the caller wants more."""
@@ -61,6 +64,9 @@ class Scores:
             slots, starts, rows, lengths, watches, alone, scores, pages.pin, pages.score, pages.guard,
             state.config.recent_tokens, state.config.sink_tokens,
         )  # fmt: skip
+        pages.score[pages.stale] = np.minimum(pages.score[pages.stale], STALE_SCORE)
+        retained = pages.live & (pages.retained_until > state.now)
+        pages.guard[retained] = np.maximum(pages.guard[retained], Guard.ATTENDABLE)
 
     def _due(self) -> list[Session]:
         """Sessions whose scores are older than they may be, with their families, each once."""
@@ -80,12 +86,13 @@ class Scores:
 
     def _facts(self, due: list[Session]) -> NDArray[np.void]:
         """`FACTS` of each session. Packed as bytes, since numpy takes three times as long to read Python's numbers."""
-        now, clients = self._state.now, self._state.clients
+        now, clients, absent = self._state.now, self._state.clients, self._state.absent
         quarantined = {name for name, client in clients.items() if client.quarantined}
         packed = [
             PACK(
                 s.pages.address, s.starts.address, s.pages.length, s.length,
-                EXACT if s.client in quarantined else WATCH[s.ladder], len(s.family) == 1, *s.tokens.addresses,
+                EXACT if s.client in quarantined else NONE if s.id in absent else WATCH[s.ladder],
+                len(s.family) == 1, *s.tokens.addresses,
                 s.step if now - s.active_at <= IDLE_SECONDS else s.clock(now),
             )
             for s in due
@@ -114,7 +121,7 @@ class Scores:
         return chosen
 
     def wanted(self, slots: Slots) -> NDArray[np.bool_]:
-        """Which pages were recalled for steps that are still to come."""
+        """Which pages were recalled for steps that are still to come, or are what the present step depends on."""
         pages, sessions = self._state.pages, self._state.sessions
         until = pages.wanted_until[slots]
         wanted: NDArray[np.bool_] = until > 0
@@ -122,16 +129,24 @@ class Scores:
             owners, which = np.unique(pages.owner[slots[wanted]], return_inverse=True)
             steps = [sessions[o].step if o in sessions else np.inf for o in owners.tolist()]
             wanted[wanted] = np.array(steps)[which] < until[wanted]
-        return wanted
+        return wanted | pages.linked[slots]
 
     def coldest_first(self, slots: Slots) -> Iterator[int]:
-        """The slots, lowest score first and equals in their order; pages that were recalled for steps still to come are
-        last. Sorted as far as they are asked for, by the scores at the call.
+        """The slots, lowest score first and equals in their order. Superseded pages and then those of paused sessions,
+        the farthest resume first, come before; pages that are wanted for steps still to come are last. Sorted as far as
+        they are asked for, by the scores at the call.
         """
-        scores, wanted = self._state.pages.score[slots], self.wanted(slots)
-        if not wanted.any():
+        pages = self._state.pages
+        scores, wanted, back_at = pages.score[slots], self.wanted(slots), pages.back_at[slots]
+        stale = pages.stale[slots]
+        away = ~stale & (back_at > 0)
+        present = ~stale & ~away
+        if present.all() and not wanted.any():
             return _ascending(slots, scores)
-        return chain(_ascending(slots[~wanted], scores[~wanted]), _ascending(slots[wanted], scores[wanted]))
+        farthest = slots[away][np.lexsort((scores[away], -back_at[away]))].tolist()
+        last, rest = present & wanted, present & ~wanted
+        stale_first, *others = (_ascending(slots[of], scores[of]) for of in (stale, rest, last))
+        return chain(stale_first, farthest, *others)
 
 
 def warm_up() -> None:

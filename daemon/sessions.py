@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tierkv.daemon.addresses import address_of
 from tierkv.daemon.allocator import SizeClass
 from tierkv.daemon.ledger import Ledger
+from tierkv.daemon.links import Links
 from tierkv.daemon.pages import FORMS, Guard, Ladder
 from tierkv.daemon.policy import TokenState
 from tierkv.geometry import Geometry
@@ -18,9 +19,10 @@ from tierkv.protocol import SessionOptions
 from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
 
-IDLE_SECONDS = 1.0
 RATED_SECONDS = 0.05
 """Least time over which decode steps are counted: a worker sends those of several commits at once."""
+
+IDLE_SECONDS = 1.0
 """A session that has not stepped for this long is paused; its clock then runs by the wall."""
 
 RATE_SMOOTHING = 0.2
@@ -142,6 +144,8 @@ class Session:
     unrated: int = 0  # decode steps since `stepped_at`
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
+    links: Links = field(default_factory=Links)
+    resumes: Counter[str] = field(default_factory=Counter)  # pauses that ended, `ready` or `late`
 
     def row_of(self, token: int) -> int:
         """Row of the page that holds `token`."""

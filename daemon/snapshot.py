@@ -46,6 +46,7 @@ class Snapshot:
     adopting: bool
     draining: bool
     tokens: int
+    paused: int
     pages: dict[tuple[str, str], int]
     tier_bytes: dict[str, int]
     counters: Counters
@@ -74,6 +75,9 @@ class Snapshot:
             "adopting": float(self.adopting),
             "draining": float(self.draining),
             "tokens": self.tokens,
+            "paused_sessions": self.paused,
+            "resumes_ready": sum(n for (outcome, _), n in counters.resumes.items() if outcome == "ready"),
+            "resumes_late": sum(n for (outcome, _), n in counters.resumes.items() if outcome == "late"),
             "recalled_pages": counters.recalled_pages,
             "prefetched_used": counters.prefetched["used"],
             "prefetched_late": counters.prefetched["late"],
@@ -138,6 +142,7 @@ def take_snapshot(state: State, moves: Moves, adopting: bool) -> Snapshot:
         adopting=adopting,
         draining=state.draining,
         tokens=sum(s.length for s in state.sessions.values()),
+        paused=len(state.absent),
         pages=counts,
         tier_bytes=_tier_bytes(state, slots),
         counters=state.counters,
@@ -196,6 +201,9 @@ def session_stats(state: State, session_id: int) -> dict[str, float]:
         "version": session.version,
         "hbm_bytes": state.hbm_bytes_of(session),
         "blank_pages": len(session.blanks),
+        "paused": int(session.id in state.absent),
+        "resumes_ready": session.resumes["ready"],
+        "resumes_late": session.resumes["late"],
         **held,
         "bytes_host": host,
         **{f"pages_{name}": int(tier[t]) for t, name in enumerate(TIERS)},

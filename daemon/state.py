@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tierkv.daemon.absence import Absence
 from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
 from tierkv.daemon.counters import Counters
 from tierkv.daemon.events import Instruction, SendPlan
@@ -48,6 +49,7 @@ class BrainConfig:
     `policy` is a name, or the policy itself where its settings are not the defaults. `digest_share` is the fraction of
     HBM that digests of cold pages may take (0: none are made), `digest_layers` how many of a page's last layers they
     describe (0: all). `promotion_batch`: bytes that are read for promotions at a time (`moves.BATCHES` in flight).
+    `retain_most` is how many seconds a hint may keep pages from leaving HBM.
     """
 
     hbm_bytes: int
@@ -74,6 +76,7 @@ class BrainConfig:
     max_moves_in_flight: int = 32
     move_bandwidth: int = 0
     promotion_batch: int = 8 << 20
+    retain_most: float = 600.0
     log_events: int = 10_000
 
 
@@ -100,6 +103,7 @@ class State:
         self.pages = PageStore()
         self.sessions: dict[int, Session] = {}
         self.budgeted: set[int] = set()  # sessions with a budget of their own
+        self.absent: dict[int, Absence] = {}  # paused sessions
         self.clients: dict[str, Client] = {}
         self.models: dict[str, Model] = {}
         self.hbm = PoolAllocator(config.hbm_bytes)
@@ -399,11 +403,22 @@ class State:
         if session.options.hbm_budget:
             self.budgeted.add(session.id)
 
+    def mark_absence(self, session: Session) -> None:
+        """Its pages know when they are wanted again: the soonest of the sessions that name them says so."""
+        slots = session.pages.view
+        self.pages.back_at[slots] = self._back_at(session.id)
+        for slot in slots[self.pages.refs[slots] > 1].tolist():
+            self.pages.back_at[slot] = min(self._back_at(number) for number in self.sharers(slot))
+
+    def _back_at(self, session: int) -> float:
+        return self.absent[session].back_at if session in self.absent else 0.0
+
     def close(self, session: Session) -> None:
         """Everything the session held comes back."""
         while session.retiring:
             self._settle(session, session.retiring.popleft()[1])
         del self.sessions[session.id]
+        self.absent.pop(session.id, None)
         for names in (self.dirty, self.quiet, self.budgeted, session.family):
             names.discard(session.id)
         for slot in session.pages.view.tolist():

@@ -31,6 +31,7 @@ import msgspec
 from tierkv.errors import ProtocolError
 from tierkv.figures import SessionFigures
 from tierkv.geometry import DTypeName
+from tierkv.hint_messages import AgentHint, HintKind
 
 PROTOCOL_VERSION = 6
 MAX_HEADER_BYTES = 64 << 20
@@ -285,6 +286,14 @@ class Pin(_Struct, tag="pin"):
     level: str
 
 
+class Hint(_Struct, tag="hint"):
+    """What the orchestrator knows; `agent` names the step and may pause the session, too."""
+
+    session: int
+    hint: HintKind | None = None
+    agent: AgentHint | None = None
+
+
 class Stats(_Struct, tag="stats"):
     """Whole daemon (`session` < 0) or one session."""
 
@@ -312,7 +321,8 @@ class Drain(_Struct, tag="drain"):
 
 
 Operation = (
-    Open | Fork | Crop | Close | Reserve | Commit | Observe | Recall | Pin | Stats | Sessions | Explain | Ping | Drain
+    Open | Fork | Crop | Close | Reserve | Commit | Observe | Recall | Pin | Hint | Stats | Sessions | Explain | Ping
+    | Drain
 )  # fmt: skip
 
 

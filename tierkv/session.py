@@ -21,18 +21,19 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.calls import Call
-from tierkv.errors import PagesLost, RequestError, TierKVError, UnknownSession
+from tierkv.errors import RequestError, TierKVError, UnknownSession
 from tierkv.fence import Fence
 from tierkv.geometry import Geometry
+from tierkv.hint_messages import AgentHint, HintKind
+from tierkv.hinting import Hinting
 from tierkv.in_flight import LEAST_RETRY_SECONDS, InFlight
 from tierkv.labels import Labels, Span
-from tierkv.opening import Opener, make_session
+from tierkv.opening import make_session
 from tierkv.protocol import (
     Audit,
     Close,
@@ -41,8 +42,8 @@ from tierkv.protocol import (
     Done,
     Fork,
     GeometryFields,
+    Hint,
     Observe,
-    Observing,
     Pin,
     Plan,
     Ready,
@@ -54,42 +55,18 @@ from tierkv.protocol import (
     TableState,
 )
 from tierkv.regions import Region, Run, parse_region
-from tierkv.residency import Pools, Residency
-from tierkv.rows import ColdRows, PageRows
+from tierkv.residency import Residency
+from tierkv.session_contract import Daemon
+from tierkv.session_view import SessionView
+from tierkv.troubles import Troubles
 from tierkv.waiting import failed, give
 from tierkv.waiting import wait as wait_for
-
-if TYPE_CHECKING:  # imports torch: seconds, which a worker's other calls need not pay
-    from tierkv.attention.contract import PoolView
 
 DAMAGE_SECONDS = 1.0
 """How long the daemon looks for room to bring a damaged page back, by which it finds the damage."""
 
 
-class Daemon(Pools, Opener, Protocol):
-    """What a session needs of its client."""
-
-    reserve_ahead: int
-
-    @property
-    def observing(self) -> Observing: ...
-
-    def check_process(self) -> None: ...
-
-    def fence(self) -> Fence | None:
-        """Passed when this thread's kernels are done with the pool; None: they are."""
-        ...
-
-    def adopted(self, session: int, version: int, fence: Fence | None) -> None:
-        """A plan is in use: acknowledge it soon after `fence`, before which kernels read what was there before."""
-        ...
-
-    def forget(self, session: int) -> None: ...
-
-    def enroll(self, session: Session) -> None: ...
-
-
-class Session:
+class Session(SessionView, Hinting):
     """Made by `Client.open` and `Session.fork`."""
 
     def __init__(
@@ -109,10 +86,7 @@ class Session:
         """When attention mass is looked at: the daemon's settings, which may be replaced between steps."""
         self.step = step
         """Decode steps so far (MemDecay's t)."""
-        self.lost: list[tuple[int, int]] = []
-        """Token ranges that no replica holds: `crop` below them and prefill again."""
         self._daemon = daemon
-        self._changed = threading.Condition(threading.RLock())
         self._labels = Labels()
         self._pins: list[Pin] = []
         self._in_step = False
@@ -120,86 +94,21 @@ class Session:
         self._pressing = False  # the step has told more than that it was a decode step
         self._expected = 0  # tokens of the next step, where the caller said so
         self._closed = False
-        self._error: TierKVError | None = None
-        self._broken: TierKVError | None = None
+        self._troubles = Troubles(self.id)
         self._cropping = False
-        self._horizon = table.length
-        self._residency = Residency(daemon, geometry, table, self._damaged)
+        residency = Residency(daemon, geometry, table, self._damaged)
+        super().__init__(threading.Condition(threading.RLock()), residency, table.length)
         self._in_flight = InFlight(daemon, self.id, self._changed, self._residency.add_blanks)
 
-    # Table -------------------------------------------------------------------------------------------------------
-
     @property
-    def horizon(self) -> int:
-        """Committed tokens."""
-        return self._horizon
-
-    @property
-    def length(self) -> int:
-        """Committed and tentative tokens."""
-        return self._residency.table.tokens
+    def lost(self) -> list[tuple[int, int]]:
+        """Token ranges that no replica holds: `crop` below them and prefill again."""
+        return self._troubles.lost
 
     @property
     def hbm_budget(self) -> int:
         """Most bytes of HBM that the session may hold; 0: no bound of its own."""
         return self.options.hbm_budget
-
-    @property
-    def version(self) -> int:
-        """Version of the page table in use."""
-        return self._residency.version
-
-    @property
-    def pool(self) -> PoolView:
-        """The HBM pool as attention reads it."""
-        return self._residency.pool
-
-    @property
-    def host(self) -> PoolView:
-        """The host pool, read-only, as attention reads cold pages in place."""
-        return self._residency.host
-
-    def slots(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """For each token of `[start, stop)`: byte offset of its page in the pool, and its slot in the page.
-
-        Raises:
-            ValueError: a token is not in an exact HBM page (newly begun ones always are).
-        """
-        with self._changed:
-            if not 0 <= start <= stop <= self.length:
-                raise ValueError(f"tokens [{start}, {stop}) are not within the session's {self.length}")
-            return self._residency.table.slots(start, stop)
-
-    def rows(self, stop: int) -> PageRows:
-        """Attendable pages that hold tokens `[0, stop)`, in token order; the arrays are the caller's."""
-        with self._changed:
-            return self._residency.table.rows(stop)
-
-    @property
-    def has_cold(self) -> bool:
-        """Some page has no replica in HBM."""
-        return self._residency.table.away > 0
-
-    @property
-    def cold_pages(self) -> int:
-        """Pages without a replica in HBM."""
-        return self._residency.table.away
-
-    def cold(self, stop: int) -> ColdRows:
-        """Cold pages that hold tokens `[0, stop)` and can be read in host memory, in token order.
-
-        Their bytes are verified against the checksum the first time. A damaged page is left out, and the daemon is
-        asked to bring it back, which makes it find the damage too and count the page as lost.
-        """
-        with self._changed:
-            return self._residency.cold(stop)
-
-    def exact(self, stop: int, most: int) -> tuple[PageRows, ColdRows] | None:
-        """Pages of tokens `[0, stop)` that are exact in HBM, and those to be read from host, where low-bit pages lie
-        exactly, too. `None` where the latter are more than `most`, or none.
-        """
-        with self._changed:
-            return self._residency.exact(stop, most)
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -306,7 +215,7 @@ class Session:
             self._in_step = False
             self._fence = self._daemon.fence()
             self._adopt()
-            if not (self._closed or self._cropping or self._broken):
+            if not (self._closed or self._cropping or self._troubles.broken):
                 self._in_flight.reserve_ahead(self._lacking())
             if self._pressing:
                 self._daemon.flush()
@@ -380,7 +289,11 @@ class Session:
             raise failed(result)
         with self._changed:
             self._adopt()
-            while self.version < result.version and self._broken is None and time.monotonic() < deadline:
+            while (
+                self.version < result.version
+                and self._troubles.broken is None
+                and time.monotonic() < deadline
+            ):
                 self._changed.wait(max(LEAST_RETRY_SECONDS, deadline - time.monotonic()))
                 self._adopt()
             self._in_flight.blocked_seconds += time.monotonic() - began
@@ -389,7 +302,7 @@ class Session:
         """A session that shares the committed pages and goes its own way. Tentative tokens are not in it."""
         with self._changed:
             self._check()
-            self._raise_earlier()
+            self._troubles.check()
             step, pins, verified = self.step, list(self._pins), self._residency.table
 
         def child(table: TableState) -> Session:
@@ -403,17 +316,15 @@ class Session:
 
     def pin(self, start: int, stop: int, level: str = "attendable") -> None:
         """Keep pages that hold tokens `[start, stop)` `attendable` or `exact`; `none` lifts the pin."""
-        deadline = time.monotonic() + self._daemon.timeout
-        answer: Future[Result] = Future()
-        with self._changed:
-            self._check()
-            op = Pin(self.id, start, stop, level)
-            self._daemon.submit(Call(op, partial(give, answer), self.id))
-        self._result(answer, deadline, "pin")
+        op = Pin(self.id, start, stop, level)
+        self._ask(op, "pin")
         with self._changed:
             self._pins = [p for p in self._pins if not start <= p.start <= p.stop <= stop]
             if level != "none":
                 self._pins.append(op)
+
+    def _hint(self, hint: HintKind | None, agent: AgentHint | None = None) -> None:
+        self._ask(Hint(self.id, hint, agent), "hint")
 
     def close(self) -> None:
         """Give every page back. Not waited for; closing twice does nothing."""
@@ -424,7 +335,7 @@ class Session:
             self._closed = True
             self._in_step = False
             self._daemon.forget(self.id)
-            if self._broken is None or not isinstance(self._broken, PagesLost):
+            if not self._troubles.everything_lost:
                 self._daemon.submit(Call(Close(self.id), lambda result: None, self.id))
             self._changed.notify_all()
 
@@ -453,14 +364,14 @@ class Session:
     def carried_over(self, lost: Iterable[tuple[int, int]]) -> None:
         """A new owner adopted the session, but for `lost`. Pins of token ranges are told again."""
         with self._changed:
-            self.lost += lost
+            self._troubles.lost += lost
             for pin in self._pins:
                 self._daemon.submit(Call(pin, lambda result: None, self.id))
 
     def break_off(self, error: TierKVError) -> None:
         """Nothing of the session is left: every further step raises `error`."""
         with self._changed:
-            self._broken = error
+            self._troubles.broken = error
             self._residency.let_go()
             self._changed.notify_all()
 
@@ -480,25 +391,13 @@ class Session:
         if self._closed:
             raise UnknownSession(f"session {self.id} is closed")
 
-    def _raise_earlier(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        if self.lost:
-            raise PagesLost(
-                f"the daemon lost tokens {self.lost} of session {self.id}: crop to {self.lost[0][0]} and prefill again",
-                tuple(self.lost),
-            )
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
     def _ready(self, tokens: int, deadline: float, regions: Sequence[Run]) -> tuple[list[Span], list[Run]]:
         """Adopt plans and wait until the pages of `tokens` new tokens are reserved; how they will be laid out."""
         self._in_flight.forget_refusal()
         self._expected = 0  # this is the step, even if it fails
         while True:
             self._check()
-            self._raise_earlier()
+            self._troubles.check()
             self._adopt()
             spans = self._labels.preview(tokens, regions)
             runs = [Run(span.region, span.tokens) for span in spans]
@@ -516,14 +415,12 @@ class Session:
         )
 
     def _commit_failed(self, error: TierKVError) -> None:
-        """The table is not the daemon's any more: the session is broken."""
         if not self._closed:
-            self._broken = self._broken or error
+            self._troubles.broke(error)
 
     def _observation_failed(self, error: TierKVError) -> None:
-        """To be told once."""
         if not self._closed:
-            self._error = error
+            self._troubles.told(error)
 
     def _cropped(self, result: Result, answer: Future[Result]) -> None:
         with self._changed:
@@ -531,12 +428,19 @@ class Session:
             if isinstance(result, Table):
                 self._residency.install(result.table)
                 self._horizon = result.table.length
-                self.lost = [
-                    (start, min(stop, self._horizon)) for start, stop in self.lost if start < self._horizon
-                ]
+                self._troubles.cropped(self._horizon)
                 self._pins = [p for p in self._pins if p.start < self._horizon]
                 self._daemon.adopted(self.id, self._residency.version, self._fence)
         give(answer, result)
+
+    def _ask(self, op: Pin | Hint, what: str) -> None:
+        """One request that is waited for and changes no table."""
+        deadline = time.monotonic() + self._daemon.timeout
+        answer: Future[Result] = Future()
+        with self._changed:
+            self._check()
+            self._daemon.submit(Call(op, partial(give, answer), self.id))
+        self._result(answer, deadline, what)
 
     def _result(self, answer: Future[Result], deadline: float, what: str) -> None:
         result = wait_for(answer, deadline, self._daemon, what)

@@ -39,6 +39,8 @@ DESIGNED = {
     "tierkv_recall_seconds_bucket": {"le"},
     "tierkv_quantization_error_ratio_bucket": {"codec", "side", "le"},
     "tierkv_prefetch_pages_total": {"outcome"},
+    "tierkv_resumes_total": {"outcome", "known"},
+    "tierkv_paused_sessions": set(),
 }
 
 LEDGER = {
@@ -193,9 +195,10 @@ def test_a_snapshot_shows_as_gauges_and_totals() -> None:
     counters.failed_moves["hbm", "quantized", "non-finite"] = 2
     counters.dropped_pages["tool_out", "host-full"] = 3
     counters.backpressure = 7
+    counters.resumes["late", "learned"] = 4
     counters.checksum_failures = 1
     now: Snapshot = replace(
-        EMPTY, hbm_capacity=1 << 30, host_capacity=4 << 30, sessions=2,
+        EMPTY, hbm_capacity=1 << 30, host_capacity=4 << 30, sessions=2, paused=1,
         tier_bytes={"hbm": 100, "quantized": 20, "host": 300},
         pages={("hbm", "system"): 6, ("host", "tool_out"): 9}, counters=counters,
         page_scores={"plan": np.array([0.95, 0.2, 0.1, 3.0], np.float32)},
@@ -211,6 +214,9 @@ def test_a_snapshot_shows_as_gauges_and_totals() -> None:
     assert value(found, "tierkv_failed_moves_total", src="hbm", dst="quantized", reason="non-finite") == 2
     assert value(found, "tierkv_dropped_pages_total", region="tool_out", reason="host-full") == 3
     assert value(found, "tierkv_backpressure_total") == 7
+    assert value(found, "tierkv_resumes_total", outcome="late", known="learned") == 4
+    assert value(found, "tierkv_resumes_total", outcome="ready", known="hinted") == 0
+    assert value(found, "tierkv_paused_sessions") == 1
     assert value(found, "tierkv_host_checksum_failures_total") == 1
     scores = {
         le: value(found, "tierkv_page_score_bucket", region="plan", le=le)
@@ -244,6 +250,7 @@ def test_names_have_the_prefix_and_labels_are_few_and_never_sessions() -> None:
         "code",
         "le",
         "outcome",
+        "known",
         "codec",
         "side",
     }

@@ -18,10 +18,35 @@ from tierkv.daemon import events
 from tierkv.daemon.pages import Guard
 from tierkv.daemon.policy import Thresholds
 from tierkv.daemon.state import BrainConfig
-from tierkv.protocol import Failure, Reserved, SessionOptions
+from tierkv.hint_messages import (
+    AgentHint,
+    DependsOn,
+    HintKind,
+    Pause,
+    Prefetch,
+    Resume,
+    Retain,
+    Supersede,
+)
+from tierkv.protocol import Done, Failure, Reserved, SessionOptions
 from tierkv.regions import Region, Run
 
 FRAME = SMALL.page_bytes
+tokens = st.integers(0, 30)
+hints = st.one_of(
+    st.builds(Pause, st.sampled_from([-1.0, 0.0, 0.2, 3.0, 1e6]), st.sampled_from(["", "search", "build"])),
+    st.builds(Resume),
+    st.builds(Prefetch, tokens, tokens, st.sampled_from([-1, 2, 4])),
+    st.builds(Retain, st.sampled_from([0.0, 0.5, 1e6])),
+    st.builds(Supersede, tokens, tokens),
+    st.builds(DependsOn, tokens, tokens),
+    st.none(),
+)
+names = st.sampled_from(["", "a", "b"])
+agents = st.builds(
+    AgentHint, step_id=names, parent_step_id=names, ttl=st.sampled_from([0.0, 1.0]),
+    expected_tool_duration_ms=st.sampled_from([0.0, 500.0]), reuse_hint=st.sampled_from(["", "unlikely"]),
+)  # fmt: skip
 runs = st.lists(st.builds(Run, st.sampled_from(list(Region)), st.integers(1, 7)), min_size=1, max_size=3)
 
 
@@ -148,6 +173,18 @@ class BrainMachine(RuleBasedStateMachine):
         if session.length:
             start = data.draw(st.integers(0, session.length - 1))
             self.world.ask(events.Pinned, session.client, session.id, start, session.length, level)
+
+    @precondition(some_session)
+    @rule(data=st.data(), hint=hints, agent=st.none() | agents)
+    def hint(self, data: st.DataObject, hint: HintKind | None, agent: AgentHint | None) -> None:
+        """Any hint, of tokens that are there or not: refused or taken, it loses nothing."""
+        session = self.pick(data)
+        result = self.world.ask(events.Hinted, session.client, session.id, hint, agent)
+        if isinstance(hint, Prefetch | Supersede | DependsOn):
+            there = 0 <= hint.start < hint.stop <= session.length
+            assert there == isinstance(result, Done), result
+        else:
+            assert isinstance(result, Done) or result.code == "out-of-capacity", result
 
     @precondition(some_session)
     @rule(data=st.data())

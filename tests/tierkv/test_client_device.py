@@ -192,7 +192,7 @@ def test_a_gpu_that_breaks_ends_the_session_and_not_the_line(
     with monkeypatch.context() as patch:
         patch.setattr("tests.fake_cuda.FakeFence.query", lost)
         put(client, session, 10)
-        until(lambda: session._broken is not None)
+        until(lambda: session._troubles.broken is not None)
     with pytest.raises(TierKVError, match="the GPU failed: CUDA error: device-side assert"):
         session.begin(1)
     assert client.ping() < 5.0 and client.stats()["tokens"] == 0

@@ -1,0 +1,208 @@
+"""Pages come back before they are read: those of a paused session shortly before it resumes, and those that hints name.
+
+They come back as recalled pages do, low-bit. Room for them is free, or is made by pages of sessions that are expected
+much later, by exact pages that need not be exact, and by pages with much less attention; never by one that gets more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierkv.daemon.absence import Absence
+from tierkv.daemon.moves import Moves
+from tierkv.daemon.pages import Goal, Guard, Ladder, Reason
+from tierkv.daemon.pressure import Pressure
+from tierkv.daemon.recall import HYSTERESIS, Recall
+from tierkv.daemon.scoring import Scores, Slots
+from tierkv.daemon.sessions import Session
+from tierkv.daemon.state import State
+from tierkv.table import NOWHERE, Kind
+
+PATIENCE_SECONDS = 10.0
+"""How long pages are tried to be brought back that a hint named or that a resumed session lacks."""
+
+FIRST_PAGE_SECONDS = 0.002
+"""To bring a page back, before it has been measured."""
+
+SMOOTHING = 0.2
+"""Weight of the newest measurement."""
+
+MARGIN = 2.0
+"""A return begins so many times earlier than it should take."""
+
+LEAST_MARGIN_SECONDS = 0.1
+"""Two ticks."""
+
+
+AGAIN_SECONDS = 1.0
+"""Between attempts to bring a paused session's pages back."""
+
+
+@dataclass
+class _Want:
+    slots: list[int]  # most wanted first
+    back_at: float  # when they are needed
+    until: float  # when they are given up
+    reason: Reason
+    began: float
+    count: int
+
+
+class Returns:
+    def __init__(
+        self, state: State, moves: Moves, pressure: Pressure, scores: Scores, recall: Recall
+    ) -> None:
+        self._state = state
+        self._moves = moves
+        self._pressure = pressure
+        self._scores = scores
+        self._recall = recall
+        self._wants: dict[int, _Want] = {}
+        self.page_seconds = FIRST_PAGE_SECONDS
+        """Measured: seconds a page of a return."""
+
+    def want(self, session: Session, slots: Slots) -> None:
+        """A hint names pages."""
+        self._add(session, slots, self._state.now, self._state.now + PATIENCE_SECONDS, "hint")
+
+    def resumed(self, session: Session, slots: Slots) -> None:
+        """The session runs; what it lacks of what it had comes at once."""
+        self._wants.pop(session.id, None)
+        self._add(session, slots, self._state.now, self._state.now + PATIENCE_SECONDS, "resume")
+
+    def tick(self) -> None:
+        """Time passed: some paused sessions are about to resume."""
+        state, now = self._state, self._state.now
+        for number, absence in state.absent.items():
+            session, before = state.sessions[number], absence.back_at
+            absence.look(now)
+            if absence.back_at != before:
+                state.mark_absence(session)
+            want = self._wants.get(number)
+            if want is not None and want.reason == "resume":
+                want.back_at = absence.back_at
+                if not absence.expected:
+                    del self._wants[number]
+            elif absence.expected and self._is_due(absence):
+                absence.try_at = now + AGAIN_SECONDS
+                self._add(session, absence.pages, absence.back_at, np.inf, "resume")
+
+    def _is_due(self, absence: Absence) -> bool:
+        now = self._state.now
+        soon = absence.early_at - now <= LEAST_MARGIN_SECONDS + self._seconds(absence)
+        return soon and now >= absence.try_at
+
+    def _seconds(self, absence: Absence) -> float:
+        """What the return of a paused session's pages is expected to take."""
+        kinds = self._state.pages.kind[absence.pages]
+        return MARGIN * self.page_seconds * int(np.count_nonzero(kinds == Kind.NONE))
+
+    def _add(self, session: Session, slots: Slots, back_at: float, until: float, reason: Reason) -> None:
+        before = self._wants.get(session.id)
+        named = [] if before is None else before.slots
+        missing = self._missing(session, list(dict.fromkeys([*named, *slots.tolist()])))
+        if missing:
+            self._wants[session.id] = _Want(missing, back_at, until, reason, self._state.now, len(missing))
+        else:
+            self._wants.pop(session.id, None)
+
+    def _missing(self, session: Session, slots: list[int]) -> list[int]:
+        """Those of the session's pages that lie in host memory only, in their order."""
+        pages, among = self._state.pages, np.array(slots, np.int64)
+        away = (pages.kind[among] == Kind.NONE) & (pages.host[among] != NOWHERE) & ~pages.doomed[among]
+        among = among[away]
+        missing: list[int] = among[np.isin(among, session.pages.view)].tolist()
+        return missing
+
+    def advance(self) -> None:
+        """Go on with what is to come back, soonest needed first."""
+        state = self._state
+        for number, want in sorted(self._wants.items(), key=lambda item: (item[1].back_at, item[0])):
+            session = state.sessions.get(number)
+            if session is None or state.now > want.until:
+                del self._wants[number]
+                continue
+            want.slots = self._missing(session, want.slots)
+            if want.slots:
+                self._bring(session, want)
+            else:
+                del self._wants[number]
+                self._measure((state.now - want.began) / want.count)
+
+    def _measure(self, seconds: float) -> None:
+        self.page_seconds += SMOOTHING * (seconds - self.page_seconds)
+
+    def _bring(self, session: Session, want: _Want) -> None:
+        pages, moves = self._state.pages, self._moves
+        for place, slot in enumerate(want.slots):
+            if pages.goal[slot] or pages.moving[slot]:
+                continue
+            if moves.full():
+                return
+            if pages.retry_at[slot] > self._state.now or not self._recall.encodable(slot):
+                continue
+            if not self._recall.start(session, slot, want.reason):
+                lacking = sum(not pages.goal[left] for left in want.slots[place:])
+                self._make_room(session, slot, lacking, want)
+                return
+
+    def _make_room(self, session: Session, slot: int, lacking: int, want: _Want) -> None:
+        """Begin to free slots for `lacking` pages."""
+        pages, model = self._state.pages, session.model
+        if self._pressure.budgets.room(session) < model.quant.item:
+            self._pressure.make_budget_room(session)
+            return
+        coming = self._recall.slots_coming(session, False)
+        coming += self._pressure.frames_coming() // model.exact.frame * model.quant.items
+        for victim in self._victims(model.index, want.back_at):
+            if coming >= lacking:
+                return
+            if self._moves.full():
+                return
+            frees = model.quant.items if pages.kind[victim] == Kind.EXACT else 1
+            coming += frees * self._moves.demote(victim, Goal.HOST, "pause")
+        if coming >= lacking or self._pressure.frames_coming():
+            return
+        self._pressure.make_frame(pages.slots(), model)
+        if not self._pressure.frames_coming():
+            self._replace_colder(model.index, want, lacking - coming)
+
+    def _victims(self, model: int, back_at: float) -> list[int]:
+        """Superseded pages, and those of sessions that are expected much later, farthest first."""
+        state, pages, now = self._state, self._state.pages, self._state.now
+        later = [
+            state.sessions[number].pages.view
+            for number, absence in state.absent.items()
+            if absence.later_than(back_at, now)
+        ]
+        among = np.unique(np.concatenate([np.flatnonzero(pages.stale), *later]))
+        ready = self._may_leave(among, model)
+        ready = ready[pages.stale[ready] | (pages.back_at[ready] > 0)]
+        return list(self._scores.coldest_first(ready))
+
+    def _replace_colder(self, model: int, want: _Want, lacking: int) -> None:
+        """Low-bit pages of any session with much less attention than the pages that want in give way."""
+        pages = self._state.pages
+        ready = self._may_leave(pages.slots(), model)
+        ready = ready[(pages.kind[ready] == Kind.QUANTIZED) & ~self._scores.wanted(ready)]
+        leaving = ready[np.argsort(pages.mass[ready], kind="stable")].tolist()
+        coming = [slot for slot in want.slots if not pages.goal[slot]]
+        for victim, slot in list(zip(leaving, coming, strict=False))[:lacking]:
+            if self._moves.full() or pages.mass[slot] <= HYSTERESIS * pages.mass[victim]:
+                return
+            self._moves.demote(victim, Goal.HOST, want.reason)
+
+    def _may_leave(self, among: Slots, model: int) -> Slots:
+        """Pages that have a copy in host memory, and that nothing holds in HBM."""
+        pages = self._state.pages
+        ready = self._scores.idle(among)
+        chosen: Slots = ready[
+            (pages.model[ready] == model)
+            & (pages.kind[ready] != Kind.NONE)
+            & (pages.ladder[ready] == Ladder.TIERED)
+            & (pages.guard[ready] == Guard.NONE)
+            & (pages.host[ready] != NOWHERE)
+        ]
+        return chosen
