@@ -40,6 +40,7 @@ from tierkv.quant.contract import Bytes, Codec, Floats, NonFiniteValues
 from tierkv.quant.floats import KIND, page_words
 from tierkv.quant.mean_keys import mean_keys
 from tierkv.quant.moments import Moments
+from tierkv.quant.rotated_layout import MOST_CHANNELS
 
 
 class Rotated(Codec):
@@ -48,10 +49,10 @@ class Rotated(Codec):
     key_bits: ClassVar[int]
 
     def page_bytes(self, geometry: Geometry) -> int:
-        if geometry.head_dim % 8:
+        if geometry.head_dim % 8 or geometry.head_dim > MOST_CHANNELS:
             raise ConfigError(
-                f"{self.name} packs channels in eights, and head_dim is {geometry.head_dim}; run this model without a "
-                "low-bit tier"
+                f"{self.name} packs channels in eights, {MOST_CHANNELS} at most, and head_dim is {geometry.head_dim}; "
+                "run this model without a low-bit tier"
             )
         tokens, dim = geometry.page_tokens, geometry.head_dim
         keys = tokens + tokens * dim * self.key_bits // 8

@@ -68,7 +68,7 @@ def page_logits(
     block = block_offset(layer, 0, head, num_layers, num_heads, page_tokens, head_dim, key_bits)
     top = load_float(page, scale_offset(layer, 0, head, num_heads))
     sums, gains, padded = stack_floats(256), stack_floats(16), stack_bytes(6144)
-    groups = query.shape[0]
+    groups = query.shape[0]  # `padded` holds MOST_CHANNELS / 8 octets of 48 bytes
     for first in range(0, count, LANES):
         lanes = min(LANES, page_tokens - first)
         low, signs = key_octets(block, page_tokens, head_dim, key_bits, first)

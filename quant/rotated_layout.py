@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tierkv.numba_setup import kernel
 
+MOST_CHANNELS = 1024
+"""A tile of keys with more would not fit the buffer that pads it."""
+
 
 @kernel()
 def block_bytes(side: int, tokens: int, head_dim: int, key_bits: int) -> int:

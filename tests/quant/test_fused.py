@@ -48,7 +48,7 @@ def test_products_in_place_equal_those_with_the_decoded_page(
 
 
 @pytest.mark.parametrize("name", ["k3v2", "rotated2"])
-@pytest.mark.parametrize("dim", [8, 24, 120])
+@pytest.mark.parametrize("dim", [8, 24, 120, 1024])
 @pytest.mark.parametrize(("tokens", "count"), [(16, 16), (40, 33)])
 def test_the_rotated_family_takes_any_multiple_of_eight_channels(
     name: str, dim: int, tokens: int, count: int

@@ -151,3 +151,9 @@ def test_packing_k3v2_imports_neither_torch_nor_bitsandbytes() -> None:
         "assert not {'torch', 'bitsandbytes'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_more_channels_than_a_tile_is_padded_for_are_refused() -> None:
+    assert get("k3v2").page_bytes(Geometry(1, 1, 1024, "float32", 3)) > 0
+    with pytest.raises(ConfigError, match="1024 at most, and head_dim is 1032"):
+        get("k3v2").page_bytes(Geometry(1, 1, 1032, "float32", 3))

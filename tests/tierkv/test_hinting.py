@@ -35,8 +35,10 @@ def test_a_paused_session_gives_its_hbm_away_and_gets_it_back_before_it_resumes(
     first.pause(3.0, tool="search")
     assert settled(client, first)["paused"] == 1
     second = opened(client, 24)
-    until(lambda: client.stats(first.id)["pages_host"] > 0)
+    while client.stats(first.id)["pages_host"] == 0:
+        fill(client, second, 2)
     assert client.stats(second.id)["pages_host"] == 0
+    second.crop(32)
     until(lambda: client.stats(first.id)["pages_host"] == 0, 6.0)
     first.resume()
     numbers = settled(client, first)
