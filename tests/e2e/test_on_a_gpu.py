@@ -125,7 +125,8 @@ def test_pages_of_every_tier_are_attended_and_come_back(owner: GpuOwner) -> None
     attached, beside = attach(build("llama-mqa", num_hidden_layers=2)), Beside()
     with tierkv.connect(owner.folder) as client:
         session = attached.open(client, hbm_budget=BUDGET, pins={})
-        cache = TieredCache(session, attention=beside, recall=RecallOptions(read=3, audit_every=1))
+        looks = RecallOptions(read=3, audit_every=1)
+        cache = TieredCache(session, attention=beside, chunk_tokens=16, recall=looks)
         assert torch.isfinite(steps(attached.model, cache)).all()
         assert beside.kinds == {Kind.EXACT, Kind.QUANTIZED} and beside.cold > 3
         assert len(beside.apart) == 2 * 2 * STEPS and max(beside.apart) < 1e-4
