@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierkv import attention
+from tierkv.attention import cpu, prefill
 from tierkv.attention.contract import PagedAttention
 
 LONG = (
@@ -55,3 +56,10 @@ def implementation(request: pytest.FixtureRequest) -> PagedAttention:
     from tests.contract.on_device import OnDevice
 
     return OnDevice()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill reads 256 earlier tokens at a time."""
+    for module in (cpu, prefill):
+        monkeypatch.setattr(module, "BLOCK_TOKENS", 256)

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierkv import quant
-from tierkv.attention import cpu, prefill, triton_attention
 from tierkv.attention.contract import PagedAttention, Pages, PoolView
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.quant.whole_products import WHOLE
@@ -452,12 +451,9 @@ class TestEveryAttention:
         assert set(case.pages.kinds) == {Kind.EXACT, Kind.QUANTIZED, Kind.MIDDLE}
         self.check_prefill(implementation, case, 20, window=50)
 
-    def test_prefill_joins_many_blocks(
-        self, implementation: PagedAttention, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.usefixtures("small_blocks")
+    def test_prefill_joins_many_blocks(self, implementation: PagedAttention) -> None:
         """Longer than two blocks of earlier tokens, and a chunk longer than one."""
-        for module in (cpu, prefill, triton_attention):
-            monkeypatch.setattr(module, "BLOCK_TOKENS", 256)
         case = make_case(21, kv_heads=1, row_pages=(40,), low=0.1, full=True)
         self.check_prefill(implementation, case, 300, window=5)
 
