@@ -16,7 +16,8 @@ import pytest
 
 import tierkv
 from tests.faults.harness import Owner, holds_nothing, until
-from tierkv.daemon.config import DaemonConfig, parse_size
+from tierkv.daemon.config import DaemonConfig
+from tierkv.daemon.setting_values import parse_size
 from tierkv.handshake import default_state_dir
 
 ROOT = Path(__file__).resolve().parent.parent

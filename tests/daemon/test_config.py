@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tierkv.daemon.config import DaemonConfig, check_machine, exact_tokens, load_config, parse_size
+from tierkv.daemon.config import DaemonConfig, check_machine, exact_tokens, load_config
 from tierkv.daemon.gpu import device_index
 from tierkv.daemon.limits import memory_limits
 from tierkv.daemon.policy.lift import MemDecayLift
 from tierkv.daemon.policy_settings import policy_of
+from tierkv.daemon.setting_values import parse_size
 from tierkv.errors import ConfigError
 from tierkv.regions import Region
 
