@@ -129,6 +129,22 @@ def last_third(shares: torch.Tensor) -> torch.Tensor:
 AGGREGATES: dict[str, Aggregate] = {"mean": mean, "max": largest, "top": top, "last_third": last_third}
 
 
+def of_layer(shares: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[L, H, N, pages]`: the same for all KV heads of a layer."""
+    return shares.sum(1, keepdim=True).expand(-1, heads, -1, -1)
+
+
+def largest_of_group(shares: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[L, H, N, pages]`."""
+    return shares.reshape(len(shares), heads, -1, *shares.shape[2:]).amax(2)
+
+
+DIRECT_AGGREGATES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "sum": by_kv_head, "max": largest_of_group, "layer": of_layer,
+}  # fmt: skip
+"""How a KV head that reads in place hears its query heads, or all of its layer."""
+
+
 def weighted(weights: torch.Tensor) -> Aggregate:
     """Sum with a weight for each layer and query head, `[L, Q]`."""
     return lambda shares: torch.einsum("lq,lqnp->np", weights, shares)

@@ -77,6 +77,23 @@ def recall(attendable: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     return 1 - (shares * ~attendable).sum(-1)
 
 
+def recall_in_place(attendable: torch.Tensor, wanted: torch.Tensor, shares: torch.Tensor, read: int) -> float:
+    """The mean of `recall` where each layer and KV head also reads, in place, the `read` pages that it wants most among
+    those that are not attendable.
+
+    Args:
+        attendable: `[N, P]` bool.
+        wanted: `[L, H, N, P]`, at least 0.
+        shares: `[L, Q, N, P]`.
+    """
+    hidden = wanted.masked_fill(attendable, -1.0)
+    best = hidden.topk(min(read, hidden.shape[-1]), -1).indices
+    reads = torch.zeros_like(hidden, dtype=torch.bool).scatter_(-1, best, True) | attendable
+    group = shares.shape[1] // wanted.shape[1]
+    missed = (shares * ~reads.repeat_interleave(group, 1)).sum(-1)
+    return 1 - float(missed.mean())
+
+
 def a_step_late(scores: torch.Tensor, asks: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """Scores `[N, P]` of the query before; of the first query of each ask what was known before it, `first` `[P]`."""
     late = scores.roll(1, 0)

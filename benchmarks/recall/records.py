@@ -21,6 +21,8 @@ class Record(msgspec.Struct, frozen=True):
         wasted_ratio: of pages brought in, those that no query of their question gave `USED_LIFT`.
         by_aggregate: `captured_mass` where opinions are put together otherwise.
         with_offsets: `captured_mass` where each head's estimates are moved by an offset fitted on resident pages.
+        direct_by_aggregate: `captured_direct` where the query heads' opinions are put together otherwise
+            (`measure.DIRECT_AGGREGATES`).
         direct_late: `captured_direct` by estimates of the query before (`late`), but for KV heads whose query moved far
             (`corrected`), which are the share `redone`.
     """
@@ -39,5 +41,6 @@ class Record(msgspec.Struct, frozen=True):
     blocked_ms_per_token: float | None = None
     by_aggregate: dict[str, float] | None = None
     with_offsets: float | None = None
+    direct_by_aggregate: dict[str, float] | None = None
     direct_late: dict[str, float] | None = None
     questions: int = 0

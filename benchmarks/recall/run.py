@@ -16,7 +16,19 @@ from safetensors.torch import load_file, save_file
 
 from tierkv.benchmarks.parts import Parts
 from tierkv.benchmarks.recall import arms, inputs, measure, placement, probes
-from tierkv.benchmarks.recall.arms import BUDGETS, DEFAULT, DIGESTS, LONG, OFF, ORACLE, SHORT, SMALL
+from tierkv.benchmarks.recall.arms import (
+    BUDGETS,
+    DEFAULT,
+    DIGESTS,
+    LEARNED,
+    LONG,
+    OFF,
+    ORACLE,
+    READ,
+    SHORT,
+    SMALL,
+    Arm,
+)
 from tierkv.benchmarks.recall.inputs import Input
 from tierkv.benchmarks.recall.measure import Records
 from tierkv.benchmarks.recall.placement import Room
@@ -35,17 +47,15 @@ Told = Callable[[int, int, str], None]
 CODEC = "k3v2"
 """The daemon's default form of low-bit pages."""
 
-LEARNED = (DEFAULT, SHORT, LONG)
-"""Estimators whose heads' weights are learned, too."""
-
 PROBED_ARMS = (
     OFF, DEFAULT, SHORT, LONG, f"{SHORT}, a step late", f"{LONG}, a step late", f"{SHORT}, top heads",
-    f"{LONG}, top heads", ORACLE,
+    f"{LONG}, top heads", f"{SHORT}, learned", f"{LONG}, learned", ORACLE,
 )  # fmt: skip
 PROBED_FAMILY = "demo"
 
-Scored = Callable[[str, int, str], torch.Tensor]
-"""Scores `[N, P]` of pages, by an estimator's name, how many last layers it describes, and an aggregate's name."""
+Expected = Callable[[str, int], torch.Tensor]
+"""Shares `[L, Q, N, P]` that pages are expected to get, 0 of exact ones, by an estimator's name and how many last
+layers it describes."""
 
 
 class Fitted(NamedTuple):
@@ -145,14 +155,13 @@ class Bench:
             records.append(Record(given.title, 1.0, "full", 1.0, 1.0, sum(right) / asked, questions=asked))
 
         @cache
-        def scored(estimator: str, layers: int, aggregate: str) -> torch.Tensor:
+        def expected(estimator: str, layers: int) -> torch.Tensor:
             told = measure.of_last_layers(log_masses[estimator], layers)
-            scores, cold = torch.zeros(one.masses.shape[2:]), ~placement.exact_pages(one.layout)
-            wanted = measure.AGGREGATES[aggregate](measure.shares(told, one, cold))
-            return scores.masked_scatter_(cold.expand_as(scores), wanted)
+            found, cold = torch.zeros(one.masses.shape), ~placement.exact_pages(one.layout)
+            return found.masked_scatter_(cold.expand_as(found), measure.shares(told, one, cold))
 
         for budget in BUDGETS:
-            records += self._place(given, one, made, scored, budget, asker)
+            records += self._place(given, one, made, expected, fitted.weights, budget, asker)
         return records
 
     def _compare(
@@ -164,6 +173,7 @@ class Bench:
         estimated, true = measure.shares(log_masses, one, cold), one.shares[..., cold]
         page = measure.mean(true)
         by_head = measure.by_kv_head(estimated, heads), measure.by_kv_head(true, heads)
+        choices = {name: how(estimated, heads) for name, how in measure.DIRECT_AGGREGATES.items()}
         moved = measure.shares(measure.with_offsets(log_masses, one, cold), one, cold)
         aggregates = measure.AGGREGATES | ({} if weights is None else {"learned": measure.weighted(weights)})
         return Record(
@@ -174,6 +184,9 @@ class Bench:
             digest_bytes_ratio=self._ratio(self._paged.num_layers, estimator),
             by_aggregate={name: measure.captured(made(estimated), page) for name, made in aggregates.items()},
             with_offsets=measure.captured(measure.mean(moved), page),
+            direct_by_aggregate={
+                name: measure.captured(wanted, by_head[1]) for name, wanted in choices.items()
+            },
             direct_late=measure.a_step_late(*by_head, one)._asdict(),
         )  # fmt: skip
 
@@ -182,14 +195,15 @@ class Bench:
         return records * estimator.nbytes(self._paged.head_dim) / self._paged.page_bytes
 
     def _place(
-        self, given: Input, one: Recorded, made: dict[str, Records], scored: Scored, budget: float,
-        asker: probes.Asker | None,
+        self, given: Input, one: Recorded, made: dict[str, Records], expected: Expected,
+        weights: dict[str, torch.Tensor], budget: float, asker: probes.Asker | None,
     ) -> list[Record]:  # fmt: skip
         """Every arm within one budget."""
         room = Room.of(given, one.layout, budget, self._paged, self._codec)
         true, known = measure.mean(one.shares), measure.mean(one.seen.unsqueeze(2))[0]
         off = room.attendable(known.expand_as(true), 0)
         placed, digests, captures = {OFF: off, ORACLE: room.attendable(true, 0)}, {OFF: 0.0, ORACLE: 0.0}, {}
+        read: dict[str, float] = {}
         heads, page_bytes, cold = self._paged.num_kv_heads, self._paged.page_bytes, ~room.exact
         for arm in arms.arms(list(made)):
             estimator = made[arm.estimator]
@@ -197,17 +211,21 @@ class Bench:
             layers = self._paged.num_layers
             if budget <= SMALL and not arm.whole:
                 layers = arms.layers_within(DIGESTS, size, layers, heads, page_bytes)
-            scores = scored(arm.estimator, layers, arm.aggregate)
+            wanted = expected(arm.estimator, layers)
+            scores = _put_together(arm, wanted, weights)
             captures[arm.name] = measure.captured(scores[:, cold], true[:, cold])
             if arm.late:
                 scores = placement.a_step_late(scores, one.asks, known)
             digests[arm.name] = self._ratio(layers, estimator)
             placed[arm.name] = room.attendable(scores, ceil(layers * heads * size))
+            if arm.direct:
+                wanted = measure.by_kv_head(wanted, heads)
+                read[arm.name] = placement.recall_in_place(placed[arm.name], wanted, one.shares, READ)
         oracle = float(placement.recall(placed[ORACLE], true).mean())
         answered = self._answers(given, one, placed, asker) if asker is not None and budget <= SMALL else {}
         return [
             Record(
-                given.title, budget, name, float(placement.recall(attendable, true).mean()), oracle,
+                given.title, budget, name, read.get(name, float(placement.recall(attendable, true).mean())), oracle,
                 probe_recall=answered.get(name),
                 captured_mass=captures.get(name),
                 digest_bytes_ratio=digests[name],
@@ -228,3 +246,10 @@ class Bench:
             for name, correct in asker.ask(number, {name: placed[name][at] for name in PROBED_ARMS}).items():
                 right[name] += correct
         return {name: count / len(given.asks) for name, count in right.items()}
+
+
+def _put_together(arm: Arm, expected: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Scores `[N, P]` from expected shares `[L, Q, N, P]`."""
+    if arm.aggregate == "learned":
+        return measure.weighted(weights[arm.estimator])(expected)
+    return measure.AGGREGATES[arm.aggregate](expected)

@@ -40,19 +40,21 @@ def _estimators(records: Sequence[Record], families: Sequence[str]) -> Table:
 
 def _aggregates(records: Sequence[Record]) -> Table:
     table = plain_table(
-        "The same otherwise: opinions put together, offsets a head; a KV head's own, a query late"
+        "The same otherwise: opinions put together, offsets a head; direct reads by whom, and a query late"
     )
     compared = [record for record in records if record.by_aggregate]
     names = list(dict.fromkeys(name for record in compared for name in record.by_aggregate or ()))
-    for name in ("estimator", *names, "offsets", *("late", "corrected", "redone")):
+    choices = list(dict.fromkeys(name for record in compared for name in record.direct_by_aggregate or ()))
+    for name in ("estimator", *names, "offsets", *choices, *("late", "corrected", "redone")):
         table.add_column(name, justify="left" if name == "estimator" else "right")
     for arm, own in _by_arm(compared).items():
+        chosen = (_mean((r.direct_by_aggregate or {}).get(name) for r in own) for name in choices)
         late = (
             _mean((r.direct_late or {}).get(name) for r in own) for name in ("late", "corrected", "redone")
         )
         table.add_row(
             arm, *(_mean((r.by_aggregate or {}).get(name) for r in own) for name in names),
-            _mean(r.with_offsets for r in own), *late,
+            _mean(r.with_offsets for r in own), *chosen, *late,
         )  # fmt: skip
     return table
 

@@ -160,6 +160,27 @@ def test_recall_is_what_attendable_pages_and_new_tokens_get():
     assert torch.allclose(placement.recall(attendable, measure.mean(one.shares)), torch.tensor([0.8, 0.9]))
 
 
+def test_a_kv_head_reads_the_pages_that_it_wants_most_in_place():
+    shares = torch.tensor([[[0.4, 0.3, 0.2, 0.1]], [[0.1, 0.2, 0.3, 0.4]]]).unsqueeze(
+        0
+    )  # two query heads, one KV head
+    attendable = torch.tensor([[True, False, False, False]])
+    wanted = measure.by_kv_head(
+        torch.tensor([[[0.9, 0.0, 0.1, 0.0]], [[0.9, 0.0, 0.0, 0.2]]]).unsqueeze(0), 1
+    )
+    found = placement.recall_in_place(attendable, wanted, shares, 1)  # reads the last page
+    assert found == pytest.approx((0.4 + 0.1 + 0.1 + 0.4) / 2)
+    assert placement.recall_in_place(attendable, wanted, shares, 9) == pytest.approx(1.0)
+
+
+def test_direct_reads_hear_a_group_or_a_layer():
+    shares = torch.tensor([[0.1, 0.4], [0.3, 0.2], [0.2, 0.0], [0.0, 0.1]]).reshape(1, 4, 1, 2)
+    assert torch.allclose(
+        measure.largest_of_group(shares, 2)[0, :, 0], torch.tensor([[0.3, 0.4], [0.2, 0.1]])
+    )
+    assert torch.allclose(measure.of_layer(shares, 2)[0, :, 0], torch.tensor([[0.6, 0.7], [0.6, 0.7]]))
+
+
 def test_a_step_late_each_question_begins_with_what_was_known():
     scores, known = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([9.0])
     assert placement.a_step_late(scores, torch.tensor([0, 0, 1, 1]), known).tolist() == [
