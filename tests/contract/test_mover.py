@@ -21,7 +21,7 @@ from tierkv.daemon.mover import Mover
 from tierkv.daemon.pools import BytePool, Bytes, HbmPool, HostPool
 from tierkv.geometry import Geometry
 from tierkv.pool import checksum
-from tierkv.prefetch.digests import digest_shape, reference_write
+from tierkv.prefetch.deviation import DEVIATION
 from tierkv.quant import get
 from tierkv.table import Kind
 
@@ -197,9 +197,9 @@ def test_a_digest_is_that_of_what_the_host_replica_says(world: World, kind: Kind
     assert isinstance(backup, MoveDone)
     move = Summarize(2, GEOMETRY, 2, 16, 0, kind, backup.checksum, STATE, 5 * PAGE, KEY)
     assert world.run(move) == MoveDone(2)
-    shape = digest_shape(GEOMETRY, 2)
-    expected = np.empty(shape.nbytes, np.uint8)
-    reference_write(shape, read, 16, expected)
+    digests = DEVIATION.of(GEOMETRY, 2)
+    shape, expected = digests.shape, np.empty(digests.shape.nbytes, np.uint8)
+    digests.reference_write(read, 16, expected)
     np.testing.assert_array_equal(world.hbm.read(5 * PAGE, shape.nbytes), expected)
     assert world.moves[-1] == ("host", "digest", shape.nbytes)
 

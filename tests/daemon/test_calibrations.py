@@ -23,7 +23,7 @@ from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.quant import get
 from tierkv.quant.contract import Floats
-from tierkv.quant.moments import About, Moments, load, save, standard
+from tierkv.quant.moments import About, Moments, load, plain_keys, save, standard
 from tierkv.quant.rotated import K3V2
 
 GEOMETRY = Geometry(2, 3, 64, "bfloat16")
@@ -47,7 +47,7 @@ def write(
     moments = standard(geometry)
     moments.key_mean[:] = mean
     shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
-    save(file, moments, About(model, *shape, "float32", ("a text",), 100))
+    save(file, moments, plain_keys(geometry), About(model, *shape, "float32", ("a text",), 100))
     os.utime(file, (at, at))
     return file
 
