@@ -75,22 +75,16 @@ class Adoption:
         return lost
 
     def _digest_form(self, handed: SessionState) -> DigestForm | None:
-        """The form that the session's digests have, where their state lies in HBM: it is not fitted anew. `None`: the
-        model has none yet, or they need no state, and what this owner would choose counts.
+        """The form that the session's digests have, where their state lies in HBM: it is not fitted anew, and the form
+        stays whatever this owner would choose. `None`: its choice counts, because the model has no state yet.
         """
-        setting, table = self._state.config.digest, handed.table
+        table = handed.table
         try:
             form = get_form(table.digest)
         except ValueError as error:
             raise RequestError(f"session {table.session}: {error}") from None
-        if table.codec_state == NOWHERE or not self._state.config.digest_share:
-            return None
-        if setting not in ("auto", form.name.partition("-")[0]):
-            raise RequestError(
-                f"session {table.session} has {form.name} digests, and this owner is set to digest = {setting}: start "
-                "it with digest = auto, or close the session"
-            )
-        return form
+        unfitted = table.codec_state == NOWHERE or not self._state.config.digest_share
+        return None if unfitted else form
 
     def _claim_codec_state(self, model: Model, offset: int) -> None:
         state = self._state

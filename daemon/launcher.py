@@ -45,10 +45,8 @@ class Launcher:
         state, pages, model = self._state, self._state.pages, self._state.model_of(slot)
         if not (state.hbm.free_items(model.digest) or state.kept_for_digests(model)):
             return False
-        needs_state = pages.host_kind[slot] == Kind.QUANTIZED or model.digest_form.state_floats(
-            model.geometry
-        )
-        if needs_state and not model.ready:
+        floats = model.digest_form.state_floats(model.geometry)
+        if (pages.host_kind[slot] == Kind.QUANTIZED or floats) and not model.ready:
             return False
         if not state.may_hold_digest(state.sessions.get(int(pages.owner[slot]))):
             return False

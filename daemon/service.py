@@ -321,6 +321,9 @@ def main() -> None:
     parser.add_argument("--straddle", action="store_true")
     parser.add_argument("--digest-share", type=float, default=0.1)
     parser.add_argument("--digest-layers", type=int, default=0)
+    parser.add_argument("--digest", default="auto")
+    parser.add_argument("--digest-bytes", type=int, default=32)
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--recent-tokens", type=int, default=64)
     parser.add_argument("--device", default=CPU)
     given = parser.parse_args()
@@ -330,6 +333,7 @@ def main() -> None:
             given.state_dir, given.hbm, given.host, next_epoch(given.state_dir), given.codec, given.page_tokens,
             given.straddle, lease_seconds=given.lease_seconds, heartbeat_seconds=given.heartbeat_seconds,
             digest_layers=(given.digest_layers or ALL_LAYERS) if given.digest_share else 0,
+            digest=given.digest, calibration=given.calibration,
         )  # fmt: skip
 
         def brain(config: ServiceConfig) -> BrainLike:
@@ -343,6 +347,9 @@ def main() -> None:
                     straddle=config.straddle,
                     digest_share=given.digest_share,
                     digest_layers=given.digest_layers,
+                    digest=given.digest,
+                    digest_bytes=given.digest_bytes,
+                    digest_models=config.digest_models,
                     recent_tokens=given.recent_tokens,
                 )
             )
