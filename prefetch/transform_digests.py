@@ -37,12 +37,13 @@ KEPT = 8
 
 
 class Tables(NamedTuple):
-    """What kernels read records by, at one layer of H heads or at all (then with a leading axis). A head has C
-    coefficients with bits at most, of R axes (a multiple of `LANES`); one that has fewer ends with entries that are not
-    used.
+    """What kernels read records by, at one layer of H heads or at all (then with a leading axis).
+
+    A head has at most C coefficients, slot by slot, each slot's a multiple of `TOGETHER`: those that have bits, and
+    behind them some of mask and size 0, which stand for nothing.
     """
 
-    counts: Ints  # [H] coefficients with bits
+    counts: Ints  # [H] coefficients
     slots: Ints  # [H] all of them are among so many first slots
     low: Ints  # [H, C] byte of the record where a code begins
     high: Ints  # [H, C] byte where it ends
@@ -50,9 +51,7 @@ class Tables(NamedTuple):
     mask: Ints  # [H, C] 2**bits - 1
     slot: Ints  # [H, C]
     axis: Ints  # [H, C]
-    place: Ints  # [H, C] in an array [H, SLOTS, R]
     size: Floats  # [H, C] standard deviation
-    which: Ints  # [H, R] axes that have coefficients with bits
     mean: Floats  # [H, D]
     analysis: Floats  # [H, D, D]
     axes: Floats  # [H, D, D]
@@ -60,8 +59,8 @@ class Tables(NamedTuple):
     spread: Floats  # [H] usual sum of squares beyond the page's mean
 
 
-LANES = 8
-"""Of a vector of the CPU's."""
+TOGETHER = 4
+"""Coefficients of one slot that a step of a product takes."""
 
 
 def _levels() -> Floats:
@@ -177,31 +176,44 @@ def _shapes(geometry: Geometry) -> tuple[tuple[int, ...], ...]:
 
 
 def _tables(transform: Transform) -> Tables:
-    state, bits = transform.state, transform.bits
-    layers, heads = bits.shape[:2]
-    counts, told = (bits > 0).sum((2, 3)), np.asarray((bits > 0).any(2))
-    most, wide = int(counts.max()), -(-int(told.sum(-1).max()) // LANES) * LANES
-    held = {name: np.zeros((layers, heads, most), np.int32) for name in Tables._fields[2:9]}
-    size, which = np.zeros((layers, heads, most), np.float32), np.zeros((layers, heads, wide), np.int32)
-    slots = np.zeros((layers, heads), np.int32)
-    for head in np.ndindex(layers, heads):
-        slot, axis = np.nonzero(bits[head])
-        width = bits[head][slot, axis]
-        first = 8 + np.cumsum(width) - width  # behind the gain
-        axes = np.flatnonzero(told[head])
-        place = (head[1] * SLOTS + slot) * wide + np.searchsorted(axes, axis)
-        last = first + width - 1
-        columns = (first // 8, last // 8, first % 8, (1 << width) - 1, slot, axis, place)
-        for name, column in zip(held, columns, strict=True):
-            held[name][head][: len(slot)] = column
-        slots[head] = slot.max(initial=-1) + 1
-        which[head][: len(axes)] = axes
-        size[head][: len(slot)] = np.sqrt(state.variance[head][slot, axis])
+    state, heads = transform.state, transform.bits.shape[:2]
+    columns = {head: _columns(transform.bits[head], state.variance[head]) for head in np.ndindex(*heads)}
+    counts = np.zeros(heads, np.int32)
+    slots = np.zeros(heads, np.int32)
+    most = max(len(column["slot"]) for column in columns.values())
+    held = {name: np.zeros((*heads, most), np.int32) for name in Tables._fields[2:8]}
+    size = np.zeros((*heads, most), np.float32)
+    for head, own in columns.items():
+        counts[head] = len(own["slot"])
+        slots[head] = own["slot"].max(initial=-1) + 1
+        for name, table in held.items():
+            table[head][: counts[head]] = own[name]
+        size[head][: counts[head]] = own["size"]
     spread = state.variance[:, :, 1:].sum((2, 3), dtype=np.float64).astype(np.float32)
     return Tables(
-        counts=counts.astype(np.int32), slots=slots, **held, size=size, which=which,
-        mean=state.mean, analysis=state.analysis, axes=state.axes, lost=transform.lost, spread=spread,
+        counts=counts, slots=slots, **held, size=size, mean=state.mean, analysis=state.analysis, axes=state.axes,
+        lost=transform.lost, spread=spread,
     )  # fmt: skip
+
+
+def _columns(bits: NDArray[np.int64], variance: Floats) -> dict[str, NDArray[np.generic]]:
+    """Of one head, from `[SLOTS, D]`: rows of `Tables` by name."""
+    slot, axis = np.nonzero(bits)
+    width = bits[slot, axis]
+    first = 8 + np.cumsum(width) - width  # behind the gain
+    per_slot = np.bincount(slot, minlength=SLOTS)
+    room = -(-per_slot // TOGETHER) * TOGETHER
+    ends, starts = np.cumsum(room), np.cumsum(per_slot) - per_slot
+    place = (ends - room)[slot] + np.arange(len(slot)) - starts[slot]
+    given = {
+        "low": first // 8, "high": (first + width - 1) // 8, "shift": first % 8, "mask": (1 << width) - 1,
+        "axis": axis, "size": np.sqrt(variance[slot, axis]),
+    }  # fmt: skip
+    found: dict[str, NDArray[np.generic]] = {"slot": np.repeat(np.arange(SLOTS), room)}
+    for name, values in given.items():
+        found[name] = np.zeros(ends[-1], values.dtype)
+        found[name][place] = values
+    return found
 
 
 @kernel()
@@ -262,6 +274,8 @@ def write_record(
     byte = int(min(max(np.rint(GAINS * math.log(gain)) + MIDDLE, 0), NOTHING - 1))
     out[0] = byte
     for j in range(tables.counts[layer, head]):
+        if tables.mask[layer, head, j] == 0:
+            continue
         k = tables.slot[layer, head, j]
         unit = found[k, tables.axis[layer, head, j]] / tables.size[layer, head, j]
         if k > 0:

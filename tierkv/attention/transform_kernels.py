@@ -29,10 +29,11 @@ from tierkv.attention.online_softmax import (
 )
 from tierkv.numba_setup import SHARED_WORK, kernel
 from tierkv.prefetch.transform import GAIN, NOTHING
-from tierkv.prefetch.transform_digests import CODE_LEVELS, COSINES, SLOTS, Ints, Tables
+from tierkv.prefetch.transform_digests import CODE_LEVELS, COSINES, SLOTS, TOGETHER, Ints, Tables
 
 BLOCK = 16
 """Pages that are estimated together: two vectors of floats, or one."""
+STEP, TWO_STEPS, THREE_STEPS = np.uint64(BLOCK), np.uint64(2 * BLOCK), np.uint64(3 * BLOCK)
 
 
 @kernel(fastmath=True)
@@ -106,11 +107,18 @@ def logits_of(
     """Of one query `[head_dim]`; `cosine` and `logits` are `[SLOTS * BLOCK]`."""
     used = tables.slots[head]
     cosine[:] = ZERO
-    for j in range(tables.counts[head]):
-        x, place = turned[tables.axis[head, j]], np.uint64(j * BLOCK)
-        at = np.uint64(tables.slot[head, j] * BLOCK)
+    for j in range(0, tables.counts[head], TOGETHER):
+        a, b = turned[tables.axis[head, j]], turned[tables.axis[head, j + 1]]
+        c, d = turned[tables.axis[head, j + 2]], turned[tables.axis[head, j + 3]]
+        at, first = np.uint64(tables.slot[head, j] * BLOCK), np.uint64(j * BLOCK)
+        second, third, fourth = first + STEP, first + TWO_STEPS, first + THREE_STEPS
         for p in range(np.uint64(BLOCK)):
-            cosine[at + p] += x * coefficients[place + p]
+            cosine[at + p] += (
+                a * coefficients[first + p]
+                + b * coefficients[second + p]
+                + c * coefficients[third + p]
+                + d * coefficients[fourth + p]
+            )
     for k in range(1, used):
         at = np.uint64(k * BLOCK)
         for p in range(np.uint64(BLOCK)):
