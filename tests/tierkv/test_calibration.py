@@ -118,7 +118,7 @@ def test_pages_are_full_ones_of_each_context_from_its_start(seen: list[Seen]) ->
         keys = np.concatenate(
             [one.key[layer, :, :whole] for one, whole in zip(seen, (32, 16), strict=True)], 1
         )
-        close = dict(rtol=1e-4, atol=1e-4)
+        close = {"rtol": 1e-4, "atol": 1e-4}
         np.testing.assert_allclose(sums.keys, keys.sum(1), **close)
         np.testing.assert_allclose(sums.rows.sum(1), np.einsum("hti,htj->hij", keys, keys), **close)
         means = keys.reshape(HEADS, 3, 16, DIM).mean(2)
