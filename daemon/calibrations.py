@@ -79,9 +79,12 @@ class Calibrations:
         """The latest first."""
         for file in self._files():
             try:
-                yield moments.load_keys(file)
+                keys, about = moments.load_keys(file)
             except ConfigError as error:
                 log.warning("a calibration is left out: %s", error)
+                continue
+            log.info("%s says how digests of %s are made", file, about.model_id)
+            yield keys, about
 
     def _files(self) -> list[Path]:
         if self._place is None:

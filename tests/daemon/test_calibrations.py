@@ -117,6 +117,24 @@ def test_a_state_that_is_not_finite_is_left_out(tmp_path: Path, caplog: pytest.L
     assert "a.npz" in caplog.messages[0] and "not finite" in caplog.messages[0]
 
 
+def test_digests_are_made_by_the_latest_calibration_that_was_there_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "old.npz", 0.5)
+    (tmp_path / "broken.npz").write_bytes(b"PK")
+    found = Calibrations(tmp_path, digests=True)
+    assert "broken.npz" in caplog.messages[0]
+    write(tmp_path / "new.npz", 0.25, at=2e9)
+    (about,) = found.digest_models
+    assert about.model_id == MODEL
+    plain = np.concatenate([part.ravel() for part in plain_keys(GEOMETRY)])
+    np.testing.assert_array_equal(found.digest_state(MODEL, GEOMETRY), plain)
+    for model, geometry in ((OTHER, GEOMETRY), (MODEL, Geometry(2, 3, 64, "bfloat16", 8))):
+        with pytest.raises(ValueError, match="no calibration"):
+            found.digest_state(model, geometry)
+    assert Calibrations(tmp_path).digest_models == ()
+
+
 def test_a_place_that_may_not_be_looked_into_holds_no_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
