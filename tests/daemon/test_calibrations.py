@@ -197,3 +197,33 @@ def test_a_daemon_fits_a_model_from_its_calibration_and_its_status_says_so(
             assert same == calibrated
     finally:
         owner.stop(drain=False)
+
+
+@pytest.mark.parametrize("form", ["transform-12", "deviation"])
+def test_a_calibrated_models_session_reads_the_digests_that_the_daemon_is_set_to(
+    form: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "moments" / "a.npz", 0.5, geometry=SMALL)
+    flags = {"hbm": 32 * SMALL.page_bytes, "host": 1 << 20, "digest_share": 0.5, "calibration": file.parent}
+    digest = {"digest": form.partition("-")[0], "digest_bytes": 12}
+    owner = Incarnation(*load_config(flags | digest | {"state_dir": tmp_path / "s"}))
+    try:
+        owner.service.mover.warmed.wait(60)
+        with tierkv.connect(tmp_path / "s") as client:
+            if form != "deviation":
+                with pytest.raises(ConfigError, match="no calibration of 'tiny@fedcba9876543210'"):
+                    client.open(SMALL, OTHER)
+            session = client.open(SMALL, MODEL)
+            session.begin(0)
+            digests = session.pool.digests
+            assert (digests is None) == (form != "deviation")  # its state is not fitted yet
+            session.end()
+            for _ in range(60):
+                step(client, session, 1, 16)
+            until(lambda: client.stats(session.id)["pages_quantized"] > 0)
+            session.begin(0)
+            digests = session.pool.digests
+            assert digests is not None and digests.shape.record_bytes == (12 if form != "deviation" else 72)
+            session.end()
+    finally:
+        owner.stop(drain=False)
