@@ -17,6 +17,7 @@ import numpy as np
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.prefetch.digest_forms import describes
+from tierkv.prefetch.transform_digests import flat_state
 from tierkv.quant import moments
 from tierkv.quant.contract import Codec, Floats
 from tierkv.quant.moments import About
@@ -72,7 +73,7 @@ class Calibrations:
         """
         for keys, about in self._keys:
             if describes(about, model_id, geometry):
-                return np.concatenate([part.reshape(-1) for part in keys])
+                return flat_state(keys)
         raise ValueError(f"no calibration of {model_id!r} says how its digests are made")
 
     def _read_keys(self) -> Iterator[tuple[moments.KeyTransform, About]]:

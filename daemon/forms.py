@@ -14,13 +14,20 @@ from tierkv.daemon.events import FitCodec, Quantize, Summarize
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.prefetch.deviation import DEVIATION
 from tierkv.prefetch.digest_forms import get as get_digest_form
-from tierkv.prefetch.digests import Digests
+from tierkv.prefetch.digests import DigestForm, Digests
+from tierkv.prefetch.transform_digests import TransformForm, flat_state
 from tierkv.quant.contract import Bytes, Codec, Floats, NonFiniteValues
+from tierkv.quant.moments import plain_keys
 from tierkv.quant.quality import ErrorRatios, error_ratios
 from tierkv.table import Kind
 
 WARM_UP_HEAD_DIM = 64
 """A head size that every codec packs."""
+
+WARM_UP_DIGEST = TransformForm(12)
+"""Its kernel is that of every size."""
+
+NO_STATE = np.zeros(0, np.float32)
 
 
 class Forms:
@@ -52,6 +59,9 @@ class Forms:
         """
         scoring.warm_up()
         dtypes: tuple[DTypeName, ...] = ("bfloat16", "float16", "float32")
+        forms: list[DigestForm] = [DEVIATION]
+        if self._calibrations.digest_models:
+            forms.append(WARM_UP_DIGEST)
         codecs = self.codec.members() if self.middle is None else (*self.codec.members(), self.middle)
         for codec, dtype in itertools.product(codecs, dtypes):
             geometry = Geometry(1, 1, WARM_UP_HEAD_DIM, dtype)
@@ -62,8 +72,10 @@ class Forms:
             if self._measure_every:
                 codec.decode(geometry, packed, geometry.page_tokens, state, page)
                 error_ratios(geometry, page, page, geometry.page_tokens)
-            digests = DEVIATION.of(geometry, 0)
-            digests.write(page, geometry.page_tokens, np.empty(digests.shape.nbytes, np.uint8))
+            for form in forms:
+                own = flat_state(plain_keys(geometry)) if form.state_floats(geometry) else NO_STATE
+                digests = form.of(geometry, 0, own)
+                digests.write(page, geometry.page_tokens, np.empty(digests.shape.nbytes, np.uint8))
 
     def of(self, form: int) -> Codec:
         """Raises `ValueError`: there is no such form here."""

@@ -169,6 +169,11 @@ class TransformDigests:
         return Tables(*(table[layer] for table in self.tables))
 
 
+def flat_state(keys: State) -> Floats:
+    """As it lies in HBM."""
+    return np.concatenate([part.reshape(-1) for part in keys])
+
+
 def _shapes(geometry: Geometry) -> tuple[tuple[int, ...], ...]:
     """Of the state's arrays."""
     head, dim = (geometry.num_layers, geometry.num_kv_heads), geometry.head_dim
@@ -312,4 +317,4 @@ def write_kernel(
     out[at:] = 0
 
 
-__all__ = ["TransformDigests", "TransformForm"]
+__all__ = ["TransformDigests", "TransformForm", "flat_state"]

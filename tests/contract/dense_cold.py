@@ -34,7 +34,7 @@ from tierkv.geometry import DTypeName
 from tierkv.prefetch.deviation import DEVIATION, DeviationDigests
 from tierkv.prefetch.digests import Digests
 from tierkv.prefetch.transform import GAIN, NOTHING, KeySums, cosines, solve
-from tierkv.prefetch.transform_digests import TransformDigests, TransformForm
+from tierkv.prefetch.transform_digests import TransformDigests, TransformForm, flat_state
 from tierkv.quant.klt_levels import LEVELS
 from tierkv.table import NOWHERE
 
@@ -233,7 +233,7 @@ def digests_of(digest: str, host: Case, layers: int) -> Digests:
         sums[-1].add(mine, counts)
     state = solve(sums, np.broadcast_to(np.eye(shape[4]), (*shape[:2], shape[4], shape[4])))
     form = TransformForm(int(digest.partition("-")[2]))
-    return form.of(geometry, layers, np.concatenate([part.reshape(-1) for part in state]))
+    return form.of(geometry, layers, flat_state(state))
 
 
 def exact_keys(host: Case, page: int) -> torch.Tensor:

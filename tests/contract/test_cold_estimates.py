@@ -17,7 +17,7 @@ from tierkv.geometry import Geometry
 from tierkv.prefetch.deviation import DEVIATION
 from tierkv.prefetch.digests import Digests
 from tierkv.prefetch.transform import Sample, fit
-from tierkv.prefetch.transform_digests import TransformForm
+from tierkv.prefetch.transform_digests import TransformForm, flat_state
 
 
 class TestEstimates:
@@ -121,6 +121,4 @@ def transform_of(size: int, keys: NDArray[np.float32]) -> Digests:
     pages, tokens, dim = keys.shape
     queries = np.random.default_rng(4).standard_normal((1, 1, 400, dim)).astype(np.float32)
     state = fit([Sample(keys[None, None], np.full(pages, tokens), queries)])
-    return TransformForm(size).of(
-        Geometry(1, 1, dim, "float32", tokens), 0, np.concatenate([p.ravel() for p in state])
-    )
+    return TransformForm(size).of(Geometry(1, 1, dim, "float32", tokens), 0, flat_state(state))

@@ -24,7 +24,7 @@ from tierkv.daemon.pools import BytePool, Bytes, HbmPool, HostPool
 from tierkv.geometry import Geometry
 from tierkv.pool import checksum
 from tierkv.prefetch.deviation import DEVIATION
-from tierkv.prefetch.transform_digests import TransformForm
+from tierkv.prefetch.transform_digests import TransformForm, flat_state
 from tierkv.quant import get
 from tierkv.quant.moments import About, KeyTransform, plain_keys, save, standard
 from tierkv.table import Kind
@@ -266,7 +266,7 @@ def test_a_transforms_state_lies_behind_the_codecs_and_its_digests_are_made_by_i
     assert world.run(fit) == MoveDone(1)
     floats = CODEC.state_floats(GEOMETRY)
     read = world.hbm.read(STATE, 4 * (floats + TransformForm(24).state_floats(GEOMETRY))).view(np.float32)
-    own = np.concatenate([part.reshape(-1) for part in keys_of(1)])
+    own = flat_state(keys_of(1))
     np.testing.assert_array_equal(read[floats:], own)
     exact = world.page(0)
     backup = world.run(Copy(2, "hbm", 0, 0, "host", 0, PAGE, KEY))

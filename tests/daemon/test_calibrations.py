@@ -21,6 +21,7 @@ from tierkv.daemon.config import DaemonConfig, load_config
 from tierkv.daemon.incarnation import Incarnation
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
+from tierkv.prefetch.transform_digests import flat_state
 from tierkv.quant import get
 from tierkv.quant.contract import Floats
 from tierkv.quant.moments import About, Moments, load, plain_keys, save, standard
@@ -127,7 +128,7 @@ def test_digests_are_made_by_the_latest_calibration_that_was_there_at_the_start(
     write(tmp_path / "new.npz", 0.25, at=2e9)
     (about,) = found.digest_models
     assert about.model_id == MODEL
-    plain = np.concatenate([part.ravel() for part in plain_keys(GEOMETRY)])
+    plain = flat_state(plain_keys(GEOMETRY))
     np.testing.assert_array_equal(found.digest_state(MODEL, GEOMETRY), plain)
     for model, geometry in ((OTHER, GEOMETRY), (MODEL, Geometry(2, 3, 64, "bfloat16", 8))):
         with pytest.raises(ValueError, match="no calibration"):

@@ -14,7 +14,7 @@ from tierkv.geometry import DTypeName, Geometry
 from tierkv.prefetch import digest_forms
 from tierkv.prefetch.deviation import DEVIATION
 from tierkv.prefetch.transform import GAIN, NOTHING, KeySums, solve
-from tierkv.prefetch.transform_digests import TransformDigests, TransformForm
+from tierkv.prefetch.transform_digests import TransformDigests, TransformForm, flat_state
 from tierkv.quant.moments import About
 
 SHAPE = (3, 2, 40, 16, 24)
@@ -36,7 +36,7 @@ def state() -> NDArray[np.float32]:
         sums.append(KeySums(*np.array(SHAPE)[[1, 3, 4]].tolist()))
         sums[-1].add(keys, np.full(SHAPE[2], 16))
     half = np.random.default_rng(1).standard_normal((*SHAPE[:2], 24, 60))
-    return np.concatenate([part.reshape(-1) for part in solve(sums, half @ half.swapaxes(-1, -2))])
+    return flat_state(solve(sums, half @ half.swapaxes(-1, -2)))
 
 
 STATE = state()

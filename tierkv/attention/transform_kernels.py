@@ -31,8 +31,8 @@ from tierkv.numba_setup import SHARED_WORK, kernel
 from tierkv.prefetch.transform import GAIN, NOTHING
 from tierkv.prefetch.transform_digests import CODE_LEVELS, COSINES, SLOTS, TOGETHER, Ints, Tables
 
-BLOCK = 16
-"""Pages that are estimated together: two vectors of floats, or one."""
+BLOCK = 32
+"""Pages that are estimated together: loops of 16 are not vectorized, and longer blocks leave the cache."""
 STEP, TWO_STEPS, THREE_STEPS = np.uint64(BLOCK), np.uint64(2 * BLOCK), np.uint64(3 * BLOCK)
 
 
