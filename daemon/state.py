@@ -16,6 +16,7 @@ import numpy as np
 from tierkv.daemon.absence import Absence
 from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
 from tierkv.daemon.counters import Counters
+from tierkv.daemon.digest_choice import chosen_form
 from tierkv.daemon.events import Instruction, SendPlan
 from tierkv.daemon.middle import middle_below, middle_class, middle_codec
 from tierkv.daemon.pages import Guard, Ladder, PageStore
@@ -25,8 +26,6 @@ from tierkv.daemon.sessions import Client, Model, Session
 from tierkv.daemon.waste import Waste
 from tierkv.errors import BudgetTooSmall, ConfigError, GeometryMismatch, UnknownSession
 from tierkv.geometry import Geometry, fingerprint
-from tierkv.prefetch.deviation import DEVIATION
-from tierkv.prefetch.digest_forms import form_of
 from tierkv.prefetch.digest_settings import DigestSetting
 from tierkv.prefetch.digests import DigestForm
 from tierkv.protocol import BlankPage, PageChange, PageEntry, Plan, TableState
@@ -201,7 +200,7 @@ class State:
             BudgetTooSmall: the pool does not hold two of its pages.
             ConfigError: the codec cannot pack them, the middle form saves nothing, or its digests need a calibration.
         """
-        digest = digest or self.digest_form(model_id, geometry)
+        digest = digest or chosen_form(self.config, model_id, geometry)
         forms = f"{self.config.codec}, {self.config.middle}" if self.config.middle else self.config.codec
         key = fingerprint(geometry, model_id, f"{forms}, {digest.name}")
         if key in self.models:
@@ -236,14 +235,6 @@ class State:
         self.models[key] = model
         self.models_by_index[model.index] = model
         return model
-
-    def digest_form(self, model_id: str, geometry: Geometry) -> DigestForm:
-        """Raises `ConfigError` as `register_model`."""
-        config = self.config
-        if not config.digest_share:
-            return DEVIATION
-        room = int(config.digest_share * config.hbm_bytes)
-        return form_of(config.digest, config.digest_bytes, model_id, geometry, config.digest_models, room)
 
     def forget_model(self, model: Model) -> None:
         """Forget a model that no session and no page needs: its codec state goes too."""
