@@ -15,6 +15,8 @@ from tierkv.daemon.sessions import Model, Session
 from tierkv.daemon.state import State
 from tierkv.errors import RequestError
 from tierkv.geometry import Geometry
+from tierkv.prefetch.digest_forms import get as get_form
+from tierkv.prefetch.digests import DigestForm
 from tierkv.protocol import PageEntry, SessionState, TableState
 from tierkv.regions import Region, parse_region
 from tierkv.table import NOWHERE, Kind
@@ -52,7 +54,7 @@ class Adoption:
             fields.num_layers, fields.num_kv_heads, fields.head_dim, fields.dtype, fields.page_tokens
         )
         _check(table, geometry, state.middle is not None)
-        model = state.register_model(handed.model_id, geometry)
+        model = state.register_model(handed.model_id, geometry, self._digest_form(handed))
         self._claim_codec_state(model, table.codec_state)
         session = Session(
             table.session, client, model, handed.options, ladder, pins, state.policy.new_state(), {table.session},
@@ -71,6 +73,18 @@ class Adoption:
             session.blanks.append(slot)
         session.tail_open = table.tail_open
         return lost
+
+    def _digest_form(self, handed: SessionState) -> DigestForm | None:
+        """The form that the session's digests have, where their state lies in HBM: it is not fitted anew, and the form
+        stays whatever this owner would choose. `None`: its choice counts, because the model has no state yet.
+        """
+        table = handed.table
+        try:
+            form = get_form(table.digest)
+        except ValueError as error:
+            raise RequestError(f"session {table.session}: {error}") from None
+        unfitted = table.codec_state == NOWHERE or not self._state.config.digest_share
+        return None if unfitted else form
 
     def _claim_codec_state(self, model: Model, offset: int) -> None:
         state = self._state

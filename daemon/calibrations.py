@@ -1,20 +1,26 @@
 """Calibration files of models (`tierkv calibrate` writes them), and states of codecs that are fitted from them.
 
-Files are looked for when a model's state is fitted, so that one written meanwhile is found. Nothing that is wrong with
+Files are looked for when a codec's state is fitted, so that one written meanwhile is found. Nothing that is wrong with
 a file keeps a model from being served: it is logged, and the state comes from the model's pages instead.
+
+The state of digests is read when the daemon starts: what a digest holds does not change while it runs.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
+from tierkv.prefetch.digest_forms import describes
+from tierkv.prefetch.transform_digests import flat_state
 from tierkv.quant import moments
 from tierkv.quant.contract import Codec, Floats
+from tierkv.quant.moments import About
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +32,12 @@ class Calibrations:
 
     Args:
         place: a file, or a folder of files `*.npz`; None for no calibrations. It need not exist.
+        digests: whether any digest has a state; else none is read.
     """
 
-    def __init__(self, place: Path | None) -> None:
+    def __init__(self, place: Path | None, digests: bool = False) -> None:
         self._place = place
+        self._keys = list(self._read_keys()) if digests else []
         self.fits: dict[str, str] = {}
         """By model, what the latest state of a codec that takes moments was fitted from."""
 
@@ -51,6 +59,33 @@ class Calibrations:
         self.fits[model_id] = UNCALIBRATED
         log.warning("model %s is %s", model_id, UNCALIBRATED)
         return None
+
+    @property
+    def digest_models(self) -> tuple[About, ...]:
+        """Models and geometries that have a `digest_state`."""
+        return tuple(about for _, about in self._keys)
+
+    def digest_state(self, model_id: str, geometry: Geometry) -> Floats:
+        """Of the latest calibration of the model, as `prefetch.transform_digests` reads it.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for keys, about in self._keys:
+            if describes(about, model_id, geometry):
+                return flat_state(keys)
+        raise ValueError(f"no calibration of {model_id!r} says how its digests are made")
+
+    def _read_keys(self) -> Iterator[tuple[moments.KeyTransform, About]]:
+        """The latest first."""
+        for file in self._files():
+            try:
+                keys, about = moments.load_keys(file)
+            except ConfigError as error:
+                log.warning("a calibration is left out: %s", error)
+                continue
+            log.info("%s says how digests of %s are made", file, about.model_id)
+            yield keys, about
 
     def _files(self) -> list[Path]:
         if self._place is None:

@@ -16,6 +16,9 @@ from tierkv.geometry import Geometry
 from tierkv.pool import KEY_MASK, checksum
 from tierkv.table import Kind
 
+NOTHING = np.zeros(0, np.float32)
+"""The state of a form that has none."""
+
 BLOCK_BYTES = 1 << 19
 """A copy into host memory is written and hashed in blocks of this size: the hash then reads what the copy has just
 brought into the core's cache, where it runs several times faster than memory."""
@@ -71,7 +74,9 @@ class CpuCarrier:
         size = self._forms.source_bytes(move)
         source = self._source("host", move.src, size, move.src_checksum, move.key)
         state = self._state(move.src_kind, move.geometry, move.codec_state)
-        digest = self._forms.digest(move, source, state)
+        place = self._forms.digest_state(move)
+        digest_state = self._pool("hbm").read(*place).view(np.float32) if place else NOTHING
+        digest = self._forms.digest(move, source, state, digest_state)
         self._pool("hbm").write(move.dst, digest)
         return Landed(MoveDone(move.move), "host", "digest", len(digest))
 
@@ -81,7 +86,7 @@ class CpuCarrier:
         if state is None:
             pages = [hbm.read(offset, move.geometry.page_bytes) for offset in move.pages]
             state = self._forms.fitted(move.geometry, pages, move.counts)
-        raw = self._forms.as_bytes(move.geometry, state)
+        raw = self._forms.as_bytes(move, state)
         hbm.write(move.dst, raw)
         return Landed(MoveDone(move.move), "hbm", "codec", len(raw))
 
@@ -89,7 +94,7 @@ class CpuCarrier:
         """The form's per-model state, in HBM; empty where it has none."""
         floats = self._forms.state_floats(form, geometry)
         if not floats:
-            return np.zeros(0, np.float32)
+            return NOTHING
         return self._pool("hbm").read(offset, 4 * floats).view(np.float32)
 
     def _pool(self, name: str) -> BytePool:

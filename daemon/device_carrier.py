@@ -159,7 +159,7 @@ class DeviceCarrier:
             for offset in move.pages:
                 pages.append((yield from self._read(hbm, offset, geometry.page_bytes)))
             state = self._forms.fitted(geometry, pages, move.counts)
-        raw = torch.tensor(self._forms.as_bytes(geometry, state))
+        raw = torch.tensor(self._forms.as_bytes(move, state))
         for key in [key for key in self._models if key[1] == move.dst]:  # another model's, which is gone
             del self._models[key]
         self._in.copy(self._bytes(hbm, move.dst, len(raw)), raw)
@@ -186,7 +186,10 @@ class DeviceCarrier:
         state = np.zeros(0, np.float32)
         if self._forms.state_floats(move.src_kind, move.geometry):
             state, _ = yield from self._model(move.geometry, move.codec_state)
-        digest = torch.from_numpy(self._forms.digest(move, source.numpy(), state))
+        digest_state = np.zeros(0, np.float32)
+        if place := self._forms.digest_state(move):
+            digest_state = (yield from self._read("hbm", *place)).view(np.float32)
+        digest = torch.from_numpy(self._forms.digest(move, source.numpy(), state, digest_state))
         self._in.copy(self._bytes("hbm", move.dst, len(digest)), digest)
         yield self._in.fence()
         return Landed(MoveDone(move.move), "host", "digest", len(digest))

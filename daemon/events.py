@@ -221,13 +221,16 @@ class Summarize(NamedTuple):
     src: int
     src_kind: int  # table.Kind
     src_checksum: int
-    codec_state: int  # byte offset in HBM, for a low-bit source
+    codec_state: (
+        int  # byte offset in HBM, for a low-bit source; the digests' state, if they have one, lies behind it
+    )
     dst: int
     key: int
+    digest: str = "deviation"  # its form
 
 
 class FitCodec(NamedTuple):
-    """Fit the codec's per-model state from exact HBM pages and write it at `dst` in HBM.
+    """Fit the codec's per-model state from exact HBM pages and write it at `dst` in HBM, that of digests behind it.
 
     Pages that are not finite are left out; `MoveFailed` says `non-finite` when no page is left.
     """
@@ -238,6 +241,7 @@ class FitCodec(NamedTuple):
     counts: tuple[int, ...]
     dst: int
     model_id: str = ""
+    digest: str = "deviation"  # form of the model's digests
 
 
 class SendPlan(NamedTuple):

@@ -12,14 +12,22 @@ from tierkv.daemon import scoring
 from tierkv.daemon.calibrations import Calibrations
 from tierkv.daemon.events import FitCodec, Quantize, Summarize
 from tierkv.geometry import DTypeName, Geometry
-from tierkv.prefetch.digests import digest_shape
-from tierkv.prefetch.digests import write as write_digest
+from tierkv.prefetch.deviation import DEVIATION
+from tierkv.prefetch.digest_forms import get as get_digest_form
+from tierkv.prefetch.digests import DigestForm, Digests
+from tierkv.prefetch.transform_digests import TransformForm, flat_state
 from tierkv.quant.contract import Bytes, Codec, Floats, NonFiniteValues
+from tierkv.quant.moments import plain_keys
 from tierkv.quant.quality import ErrorRatios, error_ratios
 from tierkv.table import Kind
 
 WARM_UP_HEAD_DIM = 64
 """A head size that every codec packs."""
+
+WARM_UP_DIGEST = TransformForm(12)
+"""Its kernel is that of every size."""
+
+NO_STATE = np.zeros(0, np.float32)
 
 
 class Forms:
@@ -43,6 +51,7 @@ class Forms:
         self._calibrations = calibrations or Calibrations(None)
         self._measure_every = measure_every
         self._encoded = 0
+        self._digests: dict[tuple[int, str, Geometry, int], Digests] = {}  # by where their state lies in HBM
 
     def warm_up(self) -> None:
         """Encode one small page of each element type, so that the first demotion need not wait for a compiler; nor need
@@ -50,6 +59,9 @@ class Forms:
         """
         scoring.warm_up()
         dtypes: tuple[DTypeName, ...] = ("bfloat16", "float16", "float32")
+        forms: list[DigestForm] = [DEVIATION]
+        if self._calibrations.digest_models:
+            forms.append(WARM_UP_DIGEST)
         codecs = self.codec.members() if self.middle is None else (*self.codec.members(), self.middle)
         for codec, dtype in itertools.product(codecs, dtypes):
             geometry = Geometry(1, 1, WARM_UP_HEAD_DIM, dtype)
@@ -60,8 +72,10 @@ class Forms:
             if self._measure_every:
                 codec.decode(geometry, packed, geometry.page_tokens, state, page)
                 error_ratios(geometry, page, page, geometry.page_tokens)
-            shape = digest_shape(geometry, 0)
-            write_digest(shape, page, geometry.page_tokens, np.empty(shape.nbytes, np.uint8))
+            for form in forms:
+                own = flat_state(plain_keys(geometry)) if form.state_floats(geometry) else NO_STATE
+                digests = form.of(geometry, 0, own)
+                digests.write(page, geometry.page_tokens, np.empty(digests.shape.nbytes, np.uint8))
 
     def of(self, form: int) -> Codec:
         """Raises `ValueError`: there is no such form here."""
@@ -93,8 +107,12 @@ class Forms:
                 raise
             return self.codec.fit_state(geometry, [page for page, _ in sound], [count for _, count in sound])
 
-    def as_bytes(self, geometry: Geometry, state: Floats) -> Bytes:
-        """A state as it lies in HBM. Raises `NonFiniteValues`, or `ValueError` where its size was not announced."""
+    def as_bytes(self, move: FitCodec, state: Floats) -> Bytes:
+        """The codec's state, and the digests', as they lie in HBM. What lay there is forgotten.
+
+        Raises `NonFiniteValues`, or `ValueError` where the size is not what was announced.
+        """
+        geometry = move.geometry
         floats = self.codec.state_floats(geometry)
         if state.dtype != np.float32 or state.size != floats:
             raise ValueError(
@@ -102,7 +120,11 @@ class Forms:
             )
         if not np.isfinite(state).all():
             raise NonFiniteValues("the codec's state is not finite")
-        return np.ascontiguousarray(state).reshape(-1).view(np.uint8)
+        own = np.ascontiguousarray(state).reshape(-1)
+        self._digests = {key: digests for key, digests in self._digests.items() if key[0] != move.dst}
+        if get_digest_form(move.digest).state_floats(geometry):
+            own = np.concatenate([own, self._calibrations.digest_state(move.model_id, geometry)])
+        return own.view(np.uint8)
 
     def _can_fit(self, geometry: Geometry, page: Bytes, count: int) -> bool:
         try:
@@ -132,13 +154,30 @@ class Forms:
             return move.geometry.page_bytes
         return self.of(move.src_kind).page_bytes(move.geometry)
 
-    def digest(self, move: Summarize, source: Bytes, state: NDArray[np.float32]) -> Bytes:
-        """Of a host replica's bytes."""
+    def digest_state(self, move: Summarize) -> tuple[int, int] | None:
+        """Where in HBM the state lies that `digest` wants, and how many bytes it has; `None`: it needs none (again)."""
+        floats = get_digest_form(move.digest).state_floats(move.geometry)
+        if not floats or self._digest_key(move) in self._digests:
+            return None
+        return move.codec_state + 4 * self.codec.state_floats(move.geometry), 4 * floats
+
+    def digest(
+        self, move: Summarize, source: Bytes, state: NDArray[np.float32], digest_state: NDArray[np.float32]
+    ) -> Bytes:
+        """Of a host replica's bytes. `state` is that of its form, `digest_state` what `digest_state` asked for."""
         geometry = move.geometry
         if move.src_kind != Kind.EXACT:
             packed, source = source, np.empty(geometry.page_bytes, np.uint8)
             self.of(move.src_kind).decode(geometry, packed, move.count, state, source)
-        shape = digest_shape(geometry, move.layers)
-        digest = np.empty(shape.nbytes, np.uint8)
-        write_digest(shape, source, move.count, digest)
+        key = self._digest_key(move)
+        digests = self._digests.get(key)
+        if digests is None:
+            digests = get_digest_form(move.digest).of(geometry, move.layers, digest_state)
+            self._digests[key] = digests
+        digest = np.empty(digests.shape.nbytes, np.uint8)
+        digests.write(source, move.count, digest)
         return digest
+
+    @staticmethod
+    def _digest_key(move: Summarize) -> tuple[int, str, Geometry, int]:
+        return move.codec_state, move.digest, move.geometry, move.layers

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from tierkv.daemon import events, registry, statedir
@@ -60,6 +61,8 @@ def brain_config(config: DaemonConfig, hbm_bytes: int, host_bytes: int, epoch: i
         pin_quota=config.pin_quota,
         digest_share=config.digest_share,
         digest_layers=config.digest_layers,
+        digest=config.digest,
+        digest_bytes=config.digest_bytes,
         min_residency_steps=config.min_residency_steps,
         max_moves_in_flight=config.max_moves_in_flight,
         move_bandwidth=config.move_bandwidth,
@@ -204,10 +207,12 @@ class Incarnation:
             measure_every=config.measure_every,
             middle=config.middle,
             calibration=config.calibration,
+            digest=config.digest,
         )
 
     def _brain(self, sizes: ServiceConfig) -> BrainLike:
-        return Brain(brain_config(self.config, sizes.hbm_bytes, sizes.host_bytes, sizes.epoch))
+        config = brain_config(self.config, sizes.hbm_bytes, sizes.host_bytes, sizes.epoch)
+        return Brain(replace(config, digest_models=sizes.digest_models))
 
     def _snapshot(self) -> Snapshot | None:
         """The loop's latest; never waits for the loop."""

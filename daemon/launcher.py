@@ -13,7 +13,6 @@ from tierkv.daemon.framing import may_take_frame
 from tierkv.daemon.hostroom import HostRoom
 from tierkv.daemon.sessions import Model
 from tierkv.daemon.state import Pool, State
-from tierkv.prefetch.digests import digest_shape
 from tierkv.table import NOWHERE, Kind
 
 
@@ -46,7 +45,8 @@ class Launcher:
         state, pages, model = self._state, self._state.pages, self._state.model_of(slot)
         if not (state.hbm.free_items(model.digest) or state.kept_for_digests(model)):
             return False
-        if pages.host_kind[slot] == Kind.QUANTIZED and not model.ready:
+        floats = model.digest_form.state_floats(model.geometry)
+        if (pages.host_kind[slot] == Kind.QUANTIZED or floats) and not model.ready:
             return False
         if not state.may_hold_digest(state.sessions.get(int(pages.owner[slot]))):
             return False
@@ -54,12 +54,12 @@ class Launcher:
         if destination is None:
             return False
         move = self._flights.take_off(slot, Act.DIGEST, "hbm", model.digest, destination)
-        layers = digest_shape(model.geometry, state.config.digest_layers).layers
+        layers = model.digest_form.shape(model.geometry, state.config.digest_layers).layers
         source = (int(pages.host[slot]), int(pages.host_kind[slot]), int(pages.checksum[slot]))
         state.out.append(
             Summarize(
                 move.number, model.geometry, layers, int(pages.count[slot]), *source, model.state, destination,
-                int(pages.id[slot]),
+                int(pages.id[slot]), model.digest_form.name,
             )
         )  # fmt: skip
         return True
@@ -80,7 +80,7 @@ class Launcher:
         return True
 
     def fit(self, model: Model, slots: list[int]) -> None:
-        """Fit the model's codec state; `slots` are exact pages that it may be fitted from."""
+        """Fit the model's state; `slots` are exact pages that it may be fitted from."""
         state, pages = self._state, self._state.pages
         model.fitting = True
         size = SizeClass(model.state_bytes, model.state_bytes)
@@ -90,8 +90,11 @@ class Launcher:
         offsets = tuple(int(pages.exact[slot]) for slot in slots)
         counts = tuple(int(pages.count[slot]) for slot in slots)
         state.out.append(
-            FitCodec(move.number, model.geometry, offsets, counts, model.state_offset, model.model_id)
-        )
+            FitCodec(
+                move.number, model.geometry, offsets, counts, model.state_offset, model.model_id,
+                model.digest_form.name,
+            )
+        )  # fmt: skip
 
     def copy(
         self, slot: int, act: Act, src_pool: Pool, src: int, dst_pool: Pool, form: Kind

@@ -29,7 +29,9 @@ class Waiting(dict[int, Plan]):
             self[plan.session] = plan
             return
         changes = {change.page: change for change in (*earlier.changes, *plan.changes)}
-        self[plan.session] = Plan(plan.session, plan.version, list(changes.values()), plan.codec_state)
+        self[plan.session] = Plan(
+            plan.session, plan.version, list(changes.values()), plan.codec_state, plan.digest
+        )
 
 
 @dataclass(eq=False)

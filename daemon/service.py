@@ -36,6 +36,7 @@ from tierkv.daemon.pools import BytePool, DevicePool, DevicePools, HbmPool, Host
 from tierkv.daemon.server import OwnerLoop
 from tierkv.errors import ConfigError
 from tierkv.handshake import socket_path
+from tierkv.prefetch.digest_settings import DigestSetting
 from tierkv.protocol import (
     DEFAULT_OBSERVING,
     PROTOCOL_VERSION,
@@ -46,6 +47,7 @@ from tierkv.protocol import (
     Refused,
 )
 from tierkv.quant import get as get_codec
+from tierkv.quant.moments import About
 from tierkv.quant.on_device import require_served
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,8 @@ class ServiceConfig:
     measure_every: int = 0  # see `Forms`
     middle: str = ""  # codec of the middle form
     calibration: Path | None = None  # see `Calibrations`
+    digest: DigestSetting = "auto"  # whether calibrations are looked at for digests
+    digest_models: tuple[About, ...] = ()  # found when the service starts
 
 
 BrainFactory = Callable[[ServiceConfig], BrainLike]
@@ -138,7 +142,8 @@ class Service:
         self._pools["host"] = self._host_pool
         self._open.callback(self._close_pools)
         self._registry = registry.Registry(config.state_dir)
-        self.calibrations = Calibrations(config.calibration)
+        wanted = bool(config.digest_layers) and config.digest != "deviation"
+        self.calibrations = Calibrations(config.calibration, wanted)
         middle = middle_codec(config.middle) if config.middle else None
         carrier: Carrier
         forms = Forms(get_codec(config.codec), middle, self.calibrations, config.measure_every)
@@ -149,7 +154,7 @@ class Service:
         else:
             carrier = CpuCarrier(self._pools, forms)
         self.mover = Mover(carrier, lambda result: self.loop.post(result), self._on_move)
-        self.brain = self._brain_factory(config)
+        self.brain = self._brain_factory(replace(config, digest_models=self.calibrations.digest_models))
         self.loop = OwnerLoop(
             socket_path(config.state_dir, REQUEST_SOCKET), self.brain, self.mover, config.epoch,
             config.lease_seconds, self._metrics,
@@ -316,6 +321,9 @@ def main() -> None:
     parser.add_argument("--straddle", action="store_true")
     parser.add_argument("--digest-share", type=float, default=0.1)
     parser.add_argument("--digest-layers", type=int, default=0)
+    parser.add_argument("--digest", default="auto")
+    parser.add_argument("--digest-bytes", type=int, default=32)
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--recent-tokens", type=int, default=64)
     parser.add_argument("--device", default=CPU)
     given = parser.parse_args()
@@ -325,6 +333,7 @@ def main() -> None:
             given.state_dir, given.hbm, given.host, next_epoch(given.state_dir), given.codec, given.page_tokens,
             given.straddle, lease_seconds=given.lease_seconds, heartbeat_seconds=given.heartbeat_seconds,
             digest_layers=(given.digest_layers or ALL_LAYERS) if given.digest_share else 0,
+            digest=given.digest, calibration=given.calibration,
         )  # fmt: skip
 
         def brain(config: ServiceConfig) -> BrainLike:
@@ -338,6 +347,9 @@ def main() -> None:
                     straddle=config.straddle,
                     digest_share=given.digest_share,
                     digest_layers=given.digest_layers,
+                    digest=given.digest,
+                    digest_bytes=given.digest_bytes,
+                    digest_models=config.digest_models,
                     recent_tokens=given.recent_tokens,
                 )
             )

@@ -15,6 +15,7 @@ from tierkv.daemon.links import Links
 from tierkv.daemon.pages import FORMS, Guard, Ladder
 from tierkv.daemon.policy import TokenState
 from tierkv.geometry import Geometry
+from tierkv.prefetch.digests import DigestForm
 from tierkv.protocol import SessionOptions
 from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
@@ -31,7 +32,7 @@ RATE_SMOOTHING = 0.2
 
 @dataclass
 class Model:
-    """One (model, geometry, codec): what its pages measure, and the codec's state in HBM."""
+    """One (model, geometry, codec, digest form): what its pages measure, and the state of codec and digests in HBM."""
 
     key: str
     index: int
@@ -40,7 +41,8 @@ class Model:
     exact: SizeClass
     quant: SizeClass
     digest: SizeClass
-    state_bytes: int
+    state_bytes: int  # of the codec's state, and behind it the digests'
+    digest_form: DigestForm
     middle: SizeClass | None = None
     state_offset: int = NOWHERE  # reserved block
     state: int = NOWHERE  # the same once fitted: what plans name
@@ -61,7 +63,7 @@ class Model:
 
     @property
     def ready(self) -> bool:
-        """Pages of this model can be encoded."""
+        """Pages of this model can be encoded, and digests that need a state written."""
         return self.state_bytes == 0 or self.state != NOWHERE
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from tierkv.daemon.absence import Absence
 from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
 from tierkv.daemon.counters import Counters
+from tierkv.daemon.digest_choice import chosen_form
 from tierkv.daemon.events import Instruction, SendPlan
 from tierkv.daemon.middle import middle_below, middle_class, middle_codec
 from tierkv.daemon.pages import Guard, Ladder, PageStore
@@ -25,9 +26,11 @@ from tierkv.daemon.sessions import Client, Model, Session
 from tierkv.daemon.waste import Waste
 from tierkv.errors import BudgetTooSmall, ConfigError, GeometryMismatch, UnknownSession
 from tierkv.geometry import Geometry, fingerprint
-from tierkv.prefetch.digests import digest_shape
+from tierkv.prefetch.digest_settings import DigestSetting
+from tierkv.prefetch.digests import DigestForm
 from tierkv.protocol import BlankPage, PageChange, PageEntry, Plan, TableState
 from tierkv.quant import get as get_codec
+from tierkv.quant.moments import About
 from tierkv.regions import Region
 from tierkv.table import NOWHERE, Kind
 
@@ -48,8 +51,10 @@ class BrainConfig:
 
     `policy` is a name, or the policy itself where its settings are not the defaults. `digest_share` is the fraction of
     HBM that digests of cold pages may take (0: none are made), `digest_layers` how many of a page's last layers they
-    describe (0: all). `promotion_batch`: bytes that are read for promotions at a time (`moves.BATCHES` in flight).
-    `retain_most` is how many seconds a hint may keep pages from leaving HBM.
+    describe (0: all), `digest` their form, of which `digest_bytes` are those of a transform's record, and
+    `digest_models` what calibrations for it are at hand (`prefetch.digest_forms`). `promotion_batch`: bytes that are
+    read for promotions at a time (`moves.BATCHES` in flight). `retain_most` is how many seconds a hint may keep pages
+    from leaving HBM.
     """
 
     hbm_bytes: int
@@ -72,6 +77,9 @@ class BrainConfig:
     pin_quota: float = 0.5
     digest_share: float = 0.1
     digest_layers: int = 0
+    digest: DigestSetting = "auto"
+    digest_bytes: int = 32
+    digest_models: tuple[About, ...] = ()
     min_residency_steps: int = 8
     max_moves_in_flight: int = 32
     move_bandwidth: int = 0
@@ -181,16 +189,20 @@ class State:
 
     # Models --------------------------------------------------------------------------------------------------
 
-    def register_model(self, model_id: str, geometry: Geometry) -> Model:
+    def register_model(self, model_id: str, geometry: Geometry, digest: DigestForm | None = None) -> Model:
         """The model of this id and geometry, new or known.
+
+        Args:
+            digest: the form of its digests; by default what the configuration and calibrations say.
 
         Raises:
             GeometryMismatch: its pages hold another number of tokens than this daemon's.
             BudgetTooSmall: the pool does not hold two of its pages.
-            ConfigError: the codec cannot pack them, or the middle form saves nothing.
+            ConfigError: the codec cannot pack them, the middle form saves nothing, or its digests need a calibration.
         """
+        digest = digest or chosen_form(self.config, model_id, geometry)
         forms = f"{self.config.codec}, {self.config.middle}" if self.config.middle else self.config.codec
-        key = fingerprint(geometry, model_id, forms)
+        key = fingerprint(geometry, model_id, f"{forms}, {digest.name}")
         if key in self.models:
             return self.models[key]
         if geometry.page_tokens != self.config.page_tokens:
@@ -215,8 +227,9 @@ class State:
             key, self._model_index, model_id, geometry,
             exact=SizeClass(frame, frame),
             quant=quant,
-            digest=SizeClass(frame, min(frame, digest_shape(geometry, self.config.digest_layers).nbytes)),
-            state_bytes=4 * self.codec.state_floats(geometry),
+            digest=SizeClass(frame, min(frame, digest.shape(geometry, self.config.digest_layers).nbytes)),
+            state_bytes=4 * (self.codec.state_floats(geometry) + digest.state_floats(geometry)),
+            digest_form=digest,
             middle=middle,
         )  # fmt: skip
         self.models[key] = model
@@ -251,7 +264,8 @@ class State:
             changes = [self._change(slot) for slot in sorted(session.changed)]
             session.changed.clear()
             self.quiet.discard(session_id)
-            plan = Plan(session.id, session.version, changes, session.model.state)
+            model = session.model
+            plan = Plan(session.id, session.version, changes, model.state, model.digest_form.name)
             self.out.append(SendPlan(session.client, plan))
         self.dirty.clear()
 
@@ -269,8 +283,9 @@ class State:
             rows.append(PageEntry(new.page, int(pages.region[slot]), count, new.kind, new.offset, *host))
         blanks = [BlankPage(int(pages.id[slot]), int(pages.exact[slot])) for slot in session.blanks]
         return TableState(
-            session.id, session.version, session.length, rows, blanks, session.model.state, session.tail_open
-        )
+            session.id, session.version, session.length, rows, blanks, session.model.state, session.tail_open,
+            session.model.digest_form.name,
+        )  # fmt: skip
 
     def _change(self, slot: int) -> PageChange:
         pages, kind = self.pages, Kind(int(self.pages.kind[slot]))

@@ -1,54 +1,33 @@
-"""What a page leaves in HBM when its replicas leave: for each layer and KV head the mean of its keys and how far they
-spread, dimension by dimension, in a byte each.
+"""Digests: what a page leaves in HBM when its replicas leave, so that a query can tell its share of attention without
+its keys. One contract, two forms (tests: `tests/contract/test_digests.py`).
 
-A query `q` then tells the page's share of attention without its keys. If the page's logits `s q.k` over its `n` tokens
-were normal, their mean would be `s q.mean` and their variance `sigma**2 = s**2 sum_d (q_d deviation_d)**2` (dimensions
-taken as independent), and the page's log-mass, the log of the sum of the logits' exponentials, about
+A digest is `[layers, kv_heads]` records of equal length, without gaps, then zeros up to a multiple of 64 bytes. What a
+record holds is its form's: `deviation` (`tierkv.prefetch.deviation`), mean and deviation of the keys, for any model;
+`transform-N` (`tierkv.prefetch.transform_digests`), the keys coded in N bytes, where the model was calibrated. From a
+record and a query attention estimates the page's log-mass, the log of the sum of the exponentials of its logits. A
+record that tells nothing, because a key was NaN or infinite, makes it minus infinity, which is what a page without a
+digest has.
 
-    log(n) + s q.mean + 1/2 sigma**2                  if sigma <= a, where a = sqrt(2 ln n)
-    log(n) + s q.mean + a sigma - 1/2 a**2            if sigma > a
-
-The first line is the second cumulant. The second is the random-energy model of Derrida (1981), "Random-energy model: An
-exactly solvable model of disordered systems", Phys. Rev. B 24, 2613: among n tokens the largest logit lies about
-`a sigma` above the mean, and where sigma is large it alone makes up the sum, which so cannot explode as sigma**2 does.
-The lines and their slopes meet at sigma = a; one token (a = 0) gives its own logit.
-
-A digest is `[layers, kv_heads]` records, without gaps, then zeros up to a multiple of 64 bytes:
-
-    float32  mean_scale           mean[d] = mean_scale * mean code
-    float32  deviation_scale      deviation[d] = deviation_scale * deviation code
-    int8     mean[head_dim]       codes -127..127
-    uint8    deviation[head_dim]  codes 0..255; the standard deviation over the page's tokens
-
-Both scales of a record are NaN if a key of the page's layer and head is NaN or infinite, or if the page has no token:
-such a record tells nothing, and the page's estimate there is that of a page without a digest, minus infinity.
-
-This module needs numpy and numba only.
+A form may have a per-model state of float32, which lies in HBM behind the codec's.
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.geometry import Geometry
-from tierkv.numba_setup import kernel
-from tierkv.quant.floats import BFLOAT16, KIND, page_words, store_float, widen
+from tierkv.quant.floats import page_words
 
 Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 Words = NDArray[np.uint16] | NDArray[np.uint32]
 
 ALIGNMENT = 64
 """Digests start at multiples of it, as pages do."""
-
-SCALES_BYTES = 8
-"""Two float32 lead each record."""
-
-MEAN_CODES, DEVIATION_CODES = 127, 255
-"""The largest codes."""
 
 
 class DigestShape(NamedTuple):
@@ -57,11 +36,8 @@ class DigestShape(NamedTuple):
     geometry: Geometry
     layers: int
     """The last `layers` of the page's layers, 1..geometry.num_layers."""
-
-    @property
-    def record_bytes(self) -> int:
-        """Of one layer and KV head."""
-        return SCALES_BYTES + 2 * self.geometry.head_dim
+    record_bytes: int
+    """Of one layer and KV head."""
 
     @property
     def nbytes(self) -> int:
@@ -69,165 +45,74 @@ class DigestShape(NamedTuple):
         size = self.layers * self.geometry.num_kv_heads * self.record_bytes
         return -(-size // ALIGNMENT) * ALIGNMENT
 
+    @property
+    def first_layer(self) -> int:
+        """Of the page's layers the first that is told about."""
+        return self.geometry.num_layers - self.layers
 
-class Digest(NamedTuple):
-    """A digest as numbers; NaN where a record tells nothing."""
+    def checked(self, exact: Bytes, count: int, out: Bytes) -> tuple[Words, Bytes]:
+        """A page's exact bytes as words, and the `nbytes` of `out` that are to be written.
 
-    mean: NDArray[np.float32]  # [layers, kv_heads, head_dim]
-    deviation: NDArray[np.float32]  # [layers, kv_heads, head_dim]
-
-
-def digest_shape(geometry: Geometry, layers: int) -> DigestShape:
-    """Digests of the last `layers` layers; of all if `layers` is 0, negative or more than there are."""
-    return DigestShape(geometry, layers if 0 < layers <= geometry.num_layers else geometry.num_layers)
-
-
-def write(shape: DigestShape, exact: Bytes, count: int, out: Bytes) -> None:
-    """Fill `out` (`shape.nbytes` long; every byte is written) from the first `count` tokens of a page's exact bytes.
-
-    Raises:
-        ValueError: `exact` or `out` is too short, or a page holds no `count` tokens.
-    """
-    words, out = _checked(shape, exact, count, out)
-    write_kernel(words, KIND[shape.geometry.dtype] == BFLOAT16, shape.layers, count, out)
+        Raises:
+            ValueError: `exact` or `out` is too short, or a page holds no `count` tokens.
+        """
+        if not 0 <= count <= self.geometry.page_tokens:
+            raise ValueError(f"a page of {self.geometry.page_tokens} tokens holds no {count}")
+        if len(exact) < self.geometry.page_bytes or len(out) < self.nbytes:
+            raise ValueError(
+                f"a page of {len(exact)} bytes (needs {self.geometry.page_bytes}) or a digest of {len(out)} bytes "
+                f"(needs {self.nbytes}) is too short"
+            )
+        return page_words(self.geometry, exact), out[: self.nbytes]
 
 
-def reference_write(shape: DigestShape, exact: Bytes, count: int, out: Bytes) -> None:
-    """The same as `write`, bit for bit, in numpy."""
-    words, out = _checked(shape, exact, count, out)
-    keys = _as_float64(words[-shape.layers :, 0, :, :count], shape.geometry.dtype)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        mean = sum((keys[:, :, t] for t in range(count)), np.zeros_like(keys, shape=_records(shape))) / count
-        square = sum(((keys[:, :, t] - mean) ** 2 for t in range(count)), np.zeros_like(mean))
-        deviation = np.sqrt(square / count)
-        mean_scale = np.float32(np.abs(mean).max(-1) / MEAN_CODES)
-        deviation_scale = np.float32(deviation.max(-1) / DEVIATION_CODES)
-        finite = np.isfinite(mean).all(axis=-1, keepdims=True)
-    out[:] = 0
-    size = shape.record_bytes * shape.layers * shape.geometry.num_kv_heads
-    records = out[:size].reshape(shape.layers, shape.geometry.num_kv_heads, shape.record_bytes)
-    scales = np.where(finite, np.stack([mean_scale, deviation_scale], -1), np.float32(np.nan))
-    records[..., :SCALES_BYTES] = scales.view(np.uint8)
-    dim = shape.geometry.head_dim
-    mean_codes = _codes(mean, scales[..., :1], MEAN_CODES).astype(np.int8)
-    records[..., SCALES_BYTES : SCALES_BYTES + dim] = mean_codes.view(np.uint8)
-    records[..., SCALES_BYTES + dim :] = _codes(deviation, scales[..., 1:], DEVIATION_CODES).astype(np.uint8)
+class Digests(Protocol):
+    """Digests of one form, of pages of one model."""
+
+    @property
+    def shape(self) -> DigestShape: ...
+
+    def write(self, exact: Bytes, count: int, out: Bytes) -> None:
+        """Fill `out` (`shape.nbytes` long; every byte is written) from a page's exact bytes, its first `count` tokens.
+
+        Raises:
+            ValueError: as `DigestShape.checked`.
+        """
+        ...
+
+    def reference_write(self, exact: Bytes, count: int, out: Bytes) -> None:
+        """The same in numpy."""
+        ...
+
+    def log_mass(
+        self, digest: Bytes, layer: int, query: Doubles, count: int, scale: float, cap: float
+    ) -> Doubles:
+        """Estimates `[kv_heads, n]` for queries `[kv_heads, n, head_dim]` at one of the page's layers that are told
+        about, of logits `scale * q.k` or, with a `cap`, `cap * tanh(scale * q.k / cap)`: what kernels compute.
+        """
+        ...
 
 
-def read(shape: DigestShape, digest: Bytes) -> Digest:
-    """A digest's numbers."""
-    heads, dim = shape.geometry.num_kv_heads, shape.geometry.head_dim
-    size = shape.record_bytes * shape.layers * heads
-    records = np.ascontiguousarray(digest[:size]).reshape(shape.layers, heads, shape.record_bytes)
-    scales = np.ascontiguousarray(records[..., :SCALES_BYTES]).view(np.float32)
-    mean = np.ascontiguousarray(records[..., SCALES_BYTES : SCALES_BYTES + dim]).view(np.int8)
-    return Digest(scales[..., :1] * mean, scales[..., 1:] * records[..., SCALES_BYTES + dim :])
+class DigestForm(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def shape(self, geometry: Geometry, layers: int) -> DigestShape:
+        """Of digests of the last `layers` layers; of all if `layers` is 0, negative or more than there are."""
+        ...
+
+    def state_floats(self, geometry: Geometry) -> int: ...
+
+    def of(self, geometry: Geometry, layers: int, state: Floats) -> Digests:
+        """Raises `ValueError`: the state has not `state_floats` values."""
+        ...
 
 
-def log_mass(mean: float, sigma: float, count: int, cap: float = 0.0) -> float:
-    """Estimated log of the sum of `count` exponentials of logits with that mean and standard deviation (see above).
-
-    With a `cap` the logits are `cap * tanh(logit / cap)`: their mean is taken to be the capped mean, their deviation
-    follows by the slope there, and none is above `cap`.
-    """
-    if count < 1:
-        return -math.inf
-    if cap > 0:
-        bent = math.tanh(mean / cap)
-        mean, sigma = cap * bent, sigma * (1.0 - bent * bent)
-    a = math.sqrt(2.0 * math.log(count))
-    above = 0.5 * sigma * sigma if sigma <= a else a * sigma - 0.5 * a * a
-    if cap > 0:
-        above = min(above, cap - mean)
-    return math.log(count) + mean + above
+def digest_shape(geometry: Geometry, layers: int, record_bytes: int) -> DigestShape:
+    """As `DigestForm.shape`."""
+    return DigestShape(
+        geometry, layers if 0 < layers <= geometry.num_layers else geometry.num_layers, record_bytes
+    )
 
 
-def _checked(shape: DigestShape, exact: Bytes, count: int, out: Bytes) -> tuple[Words, Bytes]:
-    if not 0 <= count <= shape.geometry.page_tokens:
-        raise ValueError(f"a page of {shape.geometry.page_tokens} tokens holds no {count}")
-    if len(exact) < shape.geometry.page_bytes or len(out) < shape.nbytes:
-        raise ValueError(
-            f"a page of {len(exact)} bytes (needs {shape.geometry.page_bytes}) or a digest of {len(out)} bytes "
-            f"(needs {shape.nbytes}) is too short"
-        )
-    return page_words(shape.geometry, exact), out[: shape.nbytes]
-
-
-def _records(shape: DigestShape) -> tuple[int, int, int]:
-    return (shape.layers, shape.geometry.num_kv_heads, shape.geometry.head_dim)
-
-
-def _as_float64(words: Words, dtype: str) -> NDArray[np.float64]:
-    if dtype == "bfloat16":
-        return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return np.ascontiguousarray(words).view(dtype).astype(np.float64)
-
-
-def _codes(values: NDArray[np.float64], scales: NDArray[np.float32], most: int) -> NDArray[np.float64]:
-    """`values / scales` as whole numbers -most..most, 0 where a scale is 0 or NaN."""
-    wide = scales.astype(np.float64)
-    told = wide > 0.0
-    return np.clip(np.rint(np.where(told, values, 0.0) / np.where(told, wide, 1.0)), -most, most)
-
-
-@kernel()
-def write_record(words: Words, is_bfloat16: bool, count: int, mean: NDArray[np.float64],
-                 deviation: NDArray[np.float64], out: Bytes) -> None:  # fmt: skip
-    """One record from the keys `words` `[page_tokens, head_dim]`; `mean` and `deviation` `[head_dim]` are scratch.
-
-    Tokens are added in order and nothing is fused, so that the bytes equal the reference's.
-    """
-    dim = words.shape[1]
-    mean[:] = 0.0
-    deviation[:] = 0.0
-    for t in range(count):
-        row = words[t]
-        for d in range(dim):
-            mean[d] += np.float64(widen(row[d], is_bfloat16))
-    finite = count > 0
-    mean_top = deviation_top = 0.0
-    for d in range(dim):
-        mean[d] /= count
-        finite = finite and math.isfinite(mean[d])
-        mean_top = max(mean_top, abs(mean[d]))
-    if not finite:
-        store_float(out, 0, np.float32(np.nan))
-        store_float(out, 4, np.float32(np.nan))
-        out[SCALES_BYTES:] = 0
-        return
-    for t in range(count):
-        row = words[t]
-        for d in range(dim):
-            off = np.float64(widen(row[d], is_bfloat16)) - mean[d]
-            deviation[d] += off * off
-    for d in range(dim):
-        deviation[d] = math.sqrt(deviation[d] / count)
-        deviation_top = max(deviation_top, deviation[d])
-    mean_scale = np.float32(mean_top / MEAN_CODES)
-    deviation_scale = np.float32(deviation_top / DEVIATION_CODES)
-    store_float(out, 0, mean_scale)
-    store_float(out, 4, deviation_scale)
-    mean_step = np.float64(mean_scale) if mean_scale > 0 else np.inf
-    deviation_step = np.float64(deviation_scale) if deviation_scale > 0 else np.inf
-    for d in range(dim):
-        code = np.int64(min(max(np.rint(mean[d] / mean_step), -MEAN_CODES), MEAN_CODES))
-        out[SCALES_BYTES + d] = np.uint8(code & 0xFF)
-        code = np.int64(min(np.rint(deviation[d] / deviation_step), DEVIATION_CODES))
-        out[SCALES_BYTES + dim + d] = np.uint8(code)
-
-
-@kernel()
-def write_kernel(words: Words, is_bfloat16: bool, layers: int, count: int, out: Bytes) -> None:
-    """The digest of the last `layers` layers of `words` `[num_layers, 2, kv_heads, page_tokens, head_dim]`."""
-    num_layers, _, heads, _, dim = words.shape
-    mean, deviation = np.empty(dim), np.empty(dim)
-    size = SCALES_BYTES + 2 * dim
-    at = 0
-    for layer in range(num_layers - layers, num_layers):
-        for head in range(heads):
-            write_record(words[layer, 0, head], is_bfloat16, count, mean, deviation, out[at : at + size])
-            at += size
-    out[at:] = 0
-
-
-__all__ = ["Digest", "DigestShape", "digest_shape", "log_mass", "read", "reference_write", "write"]
+__all__ = ["DigestForm", "DigestShape", "Digests", "digest_shape"]

@@ -15,14 +15,14 @@ of the coefficient's variance (`tierkv.quant.klt_levels`). All but the page's me
 logits. What codes lack is known on average (`DISTORTIONS`) and taken for normal noise on the logits
 (`estimators.rise`).
 
-A record is the gain, a byte (`exp((byte - 128) / 8)`; 255: the record tells nothing), then bit planes, lowest first:
-plane `b` holds, least significant bit first, bit `b` of the coefficients that have more than `b` bits, in order. A code
-is its magnitude's index, and in its top bit the sign.
+A record is the gain, a byte (`exp((byte - 128) / 8)`; 255: the record tells nothing), then, from the lowest bit of the
+next byte on and without gaps, the codes of the coefficients that have bits, token by token. A code is its magnitude's
+index, and in its top bit the sign.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +31,18 @@ from numpy.typing import NDArray
 from tierkv.prefetch.estimators import Bytes, Counts, Doubles, Floats, filled, rise, told
 from tierkv.prefetch.summaries import means
 from tierkv.quant.klt_levels import BOUNDARIES, DISTORTIONS, LEVELS, STEPS
+from tierkv.quant.moments import KeyTransform
 
 GAINS = 8
 """Gains of a factor e."""
 
 MIDDLE, NOTHING = 128, 255
 """The byte of gain 1, and of a record that tells nothing."""
+
+GAIN: Floats = np.exp((np.arange(256, dtype=np.float32) - MIDDLE) / GAINS)
+"""By a record's first byte."""
+
+TINY = float(np.finfo(np.float32).tiny)
 
 FLOOR = 1e-6
 """Of the largest eigenvalue: below it a direction counts as this large, so that matrices have inverses."""
@@ -53,13 +59,8 @@ class Sample(NamedTuple):
     queries: Floats  # [L, H, queries of the head's group, D]
 
 
-class State(NamedTuple):
-    """Of a model; the same for records of every length but for `bits`."""
-
-    mean: Floats  # [L, H, D]
-    analysis: Floats  # [L, H, D, D]: (key - mean) @ analysis are coefficients
-    axes: Floats  # [L, H, D, D]: query @ axes takes coefficients
-    variance: Floats  # [L, H, page_tokens, D]
+State = KeyTransform
+"""Of a model; the same for records of every length but for `bits`."""
 
 
 def cosines(size: int) -> Doubles:
@@ -70,29 +71,58 @@ def cosines(size: int) -> Doubles:
     return matrix
 
 
+class KeySums:
+    """What a fit needs to know of one layer's heads, summed over texts: float64 of H KV heads."""
+
+    def __init__(self, heads: int, page_tokens: int, dim: int) -> None:
+        self.pages = 0
+        self.keys = np.zeros((heads, dim))  # over slots
+        self.rows = np.zeros((heads, page_tokens, dim, dim))  # second moments of cosine coefficients
+
+    def add(self, keys: Floats, counts: Counts) -> None:
+        """One text: keys `[H, pages, page_tokens, D]`, counts `[pages]`."""
+        whole = _whole(keys, counts).astype(np.float64)
+        rows = np.swapaxes(cosines(keys.shape[2]) @ whole, 1, 2)  # [H, page_tokens, pages, D]
+        self.pages += keys.shape[1]
+        self.keys += whole.sum((1, 2))
+        self.rows += _second(rows)
+
+
 def fit(samples: Sequence[Sample]) -> State:
     """From at least one text. A text counts as much as it has pages, queries of all texts the same."""
-    tokens = sum(sample.keys.shape[2] * sample.keys.shape[3] for sample in samples)
-    pages = sum(sample.keys.shape[2] for sample in samples)
-    mean = _total(_whole(one.keys, one.counts).sum((2, 3), dtype=np.float64) for one in samples) / tokens
-    asked = _total(_second(one.queries) / one.queries.shape[2] for one in samples)
-    dim = mean.shape[-1]
+    layers, heads, _, page_tokens, dim = samples[0].keys.shape
+    sums = [KeySums(heads, page_tokens, dim) for _ in range(layers)]
+    for one in samples:
+        for layer, held in enumerate(sums):
+            held.add(one.keys[layer], one.counts)
+    return solve(sums, np.sum([_second(one.queries) / one.queries.shape[2] for one in samples], 0))
+
+
+def solve(sums: Sequence[KeySums], asked: Floats | Doubles) -> State:
+    """The state of as many layers, which have seen the same pages, at least one.
+
+    Args:
+        asked: `[L, H, D, D]`, second moment of queries; its size does not matter.
+    """
+    pages, rows = sums[0].pages, np.stack([one.rows for one in sums])
+    page_tokens, dim = rows.shape[2:4]
+    mean = np.stack([one.keys for one in sums]) / (pages * page_tokens)
+    rows = rows / pages
+    rows[:, :, 0] -= page_tokens * mean[..., :, None] * mean[..., None, :]  # the other cosines see no mean
     level = np.trace(asked, axis1=-2, axis2=-1)[..., None, None] / dim
     root, inverse = _root(
         np.where(level > 0, asked, 1.0) / np.where(level > 0, level, 1.0) + EVEN * np.eye(dim)
     )
-    covariance = _total(_about(mean, one) for one in samples)
-    _, vectors = np.linalg.eigh(root @ (covariance / tokens) @ root)
+    _, vectors = np.linalg.eigh(root @ rows.mean(2) @ root)
     vectors = vectors[..., ::-1]
-    state = State(
+    analysis = root @ vectors
+    variance = np.einsum("lhki,lhtkj,lhji->lhti", analysis, rows, analysis, optimize=True)
+    return State(
         mean.astype(np.float32),
-        (root @ vectors).astype(np.float32),
+        analysis.astype(np.float32),
         (inverse @ vectors).astype(np.float32),
-        np.zeros((*mean.shape[:2], samples[0].keys.shape[3], dim), np.float32),
+        np.maximum(variance, np.finfo(np.float32).tiny).astype(np.float32),
     )
-    squares = (coefficients(state, one.keys, one.counts) ** 2 for one in samples)
-    variance = _total(one.sum(2, dtype=np.float64) for one in squares) / pages
-    return state._replace(variance=np.maximum(variance, np.finfo(np.float32).tiny).astype(np.float32))
 
 
 def coefficients(state: State, keys: Floats, counts: Counts) -> Floats:
@@ -114,17 +144,20 @@ def shared_bits(variance: Floats, total: int) -> NDArray[np.int64]:
 
 
 class Transform:
-    """Records of `size` bytes of the state's layers and heads: leading dimensions are always `[L, H]`."""
+    """Records of `size` bytes of the state's layers and heads: leading dimensions are always `[L, H]`.
+
+    Attributes:
+        bits: `[L, H, page_tokens, D]` int64.
+        lost: `[L, H, D]`, what codes lack of a token, where the gain is 1.
+    """
 
     bounds = False
 
     def __init__(self, state: State, size: int) -> None:
-        self._state, self._size = state, size
-        self._bits = shared_bits(state.variance, 8 * (size - 1))
-        distortion = np.array(DISTORTIONS)[self._bits] * state.variance
-        self._lost = distortion.mean(2).astype(np.float32)  # [L, H, D], of a token
-        weight = state.variance[:, :, 1:]
-        self._weight = weight / weight.sum((2, 3), keepdims=True)
+        self.state, self._size = state, size
+        self.bits = shared_bits(state.variance, 8 * (size - 1))
+        distortion = np.array(DISTORTIONS)[self.bits] * state.variance
+        self.lost: Floats = distortion.mean(2).astype(np.float32)
 
     @property
     def name(self) -> str:
@@ -135,61 +168,93 @@ class Transform:
 
     def summarize(self, keys: Floats, counts: Counts) -> Bytes:
         with np.errstate(invalid="ignore", over="ignore"):
-            found = coefficients(self._state, keys, counts)
+            found = coefficients(self.state, keys, counts)
         finite = np.asarray(np.isfinite(found).all((-1, -2)))
-        unit: Floats = np.where(finite[..., None, None], found, np.float32(0))
-        unit /= np.sqrt(self._state.variance)[:, :, None]
-        gain = np.sqrt((unit[..., 1:, :] ** 2 * self._weight[:, :, None]).sum((-1, -2)))
-        code = np.rint(GAINS * np.log(np.maximum(gain, np.finfo(np.float32).tiny))) + MIDDLE
-        code = np.clip(code, 0, NOTHING - 1).astype(np.int64)
-        unit[..., 1:, :] /= _gain(code)[..., None, None]
+        found = np.where(finite[..., None, None], found, np.float32(0))
+        variance = self.state.variance[:, :, None]
+        spread = np.square(found[..., 1:, :], dtype=np.float64).sum((-1, -2))
+        usual = variance[..., 1:, :].sum((-1, -2), dtype=np.float64)
+        gain = np.sqrt(np.maximum(spread, np.finfo(np.float64).tiny) / np.maximum(usual, TINY))
+        code = np.clip(np.rint(GAINS * np.log(gain)) + MIDDLE, 0, NOTHING - 1).astype(np.int64)
+        unit: Floats = np.asarray(found / np.sqrt(variance), np.float32)
+        unit[..., 1:, :] /= GAIN[code][..., None, None]
         records = np.zeros((*keys.shape[:3], self._size), np.uint8)
         records[..., 0] = np.where(finite, code, NOTHING)
         for head in np.ndindex(*keys.shape[:2]):
-            bits = self._bits[head].ravel()
+            bits = self.bits[head].ravel()
+            which, shift = _places(bits)
             codes = _codes(unit[head].reshape(len(counts), -1), bits)
-            planes = [(codes[:, bits > plane] >> plane) & 1 for plane in range(bits.max(initial=0))]
-            if planes:
-                packed = np.packbits(np.concatenate(planes, -1).astype(np.uint8), axis=-1, bitorder="little")
-                records[head][:, 1 : 1 + packed.shape[1]] = packed
+            packed = np.packbits(((codes[:, which] >> shift) & 1).astype(np.uint8), -1, bitorder="little")
+            records[head][:, 1 : 1 + packed.shape[1]] = packed
         return records
 
-    def log_mass(self, query: Floats, records: Bytes, counts: Counts, scale: float) -> Floats:
+    def log_mass(
+        self, query: Floats, records: Bytes, counts: Counts, scale: float, cap: float = 0.0
+    ) -> Floats:
+        """With a `cap`, of logits `cap * tanh(logit / cap)`: bent token by token. What codes lack is then taken to
+        count as much as the slope at the tokens' log-mean does, and to lift no page above `cap`.
+        """
         out = np.empty((*query.shape[:3], len(counts)), np.float32)
         for head in np.ndindex(*query.shape[:2]):
-            out[head] = self._log_mass(head, query[head], records[head], counts, scale)
+            out[head] = self.log_mass_of(head, query[head], records[head], counts, scale, cap)
         return told(out)
 
-    def _log_mass(
-        self, head: tuple[int, ...], query: Floats, records: Bytes, counts: Counts, scale: float
+    def log_mass_of(
+        self,
+        head: tuple[int, ...],
+        query: Floats,
+        records: Bytes,
+        counts: Counts,
+        scale: float,
+        cap: float = 0.0,
     ) -> Floats:
-        """`[queries, pages]` of one head."""
-        state, slots = self._state, self._state.variance.shape[2]
+        """`[queries, pages]` of one head; may be NaN where nothing is told."""
+        state, slots = self.state, self.state.variance.shape[2]
         keys = self._decode(head, records)  # [pages, page_tokens, D]
         turned = query @ state.axes[head]
         common = query @ state.mean[head][:, None]
         logits = np.float32(scale) * (common + turned @ keys.reshape(-1, keys.shape[-1]).T)
         logits = logits.reshape(len(query), len(counts), slots)
+        if cap:
+            logits = np.float32(cap) * np.tanh(logits / np.float32(cap))
         logits = np.where(np.arange(slots) < counts[:, None], logits, np.float32(-np.inf))
         top = logits.max(-1)
-        known = top + np.log(np.exp(logits - top[..., None]).sum(-1))
-        noise = np.float32(scale**2) * (turned**2 @ self._lost[head])[:, None]
-        noise = noise * _gain(records[:, 0].astype(np.int64)) ** 2
-        return np.where(records[:, 0] == NOTHING, np.float32(-np.inf), known + rise(noise, counts))
+        level = top + np.log(np.exp(logits - top[..., None]).mean(-1) * np.float32(slots) / counts)
+        noise = np.float32(scale**2) * (turned**2 @ self.lost[head])[:, None]
+        noise = noise * GAIN[records[:, 0]] ** 2
+        if cap:
+            noise = noise * (1 - (level / np.float32(cap)) ** 2) ** 2
+        above = rise(noise, counts)
+        if cap:
+            above = np.minimum(above, np.float32(cap) - level)
+        known = np.log(counts.astype(np.float32)) + level + above
+        return np.where(records[:, 0] == NOTHING, np.float32(-np.inf), known)
 
     def _decode(self, head: tuple[int, ...], records: Bytes) -> Floats:
         """Keys along the axes, without the mean."""
-        bits = self._bits[head]
-        flat, planes = bits.ravel(), np.unpackbits(records[:, 1:], axis=-1, bitorder="little")
-        codes, at = np.zeros((len(records), flat.size), np.int64), 0
-        for plane in range(flat.max(initial=0)):
-            which = flat > plane
-            codes[:, which] |= planes[:, at : at + which.sum()].astype(np.int64) << plane
-            at += which.sum()
-        unit = _values(codes, flat).reshape(-1, *bits.shape)
-        unit[:, 1:] *= _gain(records[:, 0].astype(np.int64))[:, None, None]
-        turned = unit * np.sqrt(self._state.variance[head])
+        bits = self.bits[head]
+        unit = _values(unpacked(records[:, 1:], bits.ravel()), bits.ravel()).reshape(-1, *bits.shape)
+        unit[:, 1:] *= GAIN[records[:, 0]][:, None, None]
+        turned = unit * np.sqrt(self.state.variance[head])
         return np.asarray(cosines(bits.shape[0]).astype(np.float32).T @ turned, np.float32)
+
+
+def unpacked(packed: Bytes, bits: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Codes `[pages, coefficients]`, 0 where there are no bits."""
+    which, shift = _places(bits)
+    planes = np.unpackbits(packed, axis=-1, bitorder="little")[:, : len(which)].astype(np.int64) << shift
+    codes = np.zeros((len(packed), len(bits)), np.int64)
+    starts = np.flatnonzero(shift == 0)
+    if len(starts):
+        codes[:, which[starts]] = np.add.reduceat(planes, starts, axis=1)
+    return codes
+
+
+def _places(bits: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each bit of a record's codes: which coefficient it is of, and where in its code it stands."""
+    which = np.repeat(np.arange(len(bits)), bits)
+    first = np.cumsum(bits) - bits
+    return which, np.arange(len(which)) - first[which]
 
 
 def _whole(keys: Floats, counts: Counts) -> Floats:
@@ -198,17 +263,7 @@ def _whole(keys: Floats, counts: Counts) -> Floats:
     return np.where(slots, keys, means(keys, counts)[..., None, :].astype(np.float32))
 
 
-def _total(parts: Iterable[Doubles]) -> Doubles:
-    return np.asarray(sum(parts), np.float64)
-
-
-def _about(mean: Doubles, one: Sample) -> Doubles:
-    """Second moment of the text's keys about `mean`, `[L, H, D, D]`, summed over slots."""
-    off = _whole(one.keys, one.counts) - mean[:, :, None, None].astype(np.float32)
-    return _second(off.reshape(*off.shape[:2], -1, off.shape[-1]))
-
-
-def _second(vectors: Floats) -> Doubles:
+def _second(vectors: Floats | Doubles) -> Doubles:
     """`[..., n, D]` to `[..., D, D]`."""
     wide = vectors.astype(np.float64)
     return np.asarray(np.swapaxes(wide, -1, -2) @ wide, np.float64)
@@ -220,10 +275,6 @@ def _root(metric: Doubles) -> tuple[Doubles, Doubles]:
     root = np.sqrt(np.maximum(values, values[..., -1:] * FLOOR))[..., None, :]
     turned = np.swapaxes(vectors, -1, -2)
     return (vectors * root) @ turned, (vectors / root) @ turned
-
-
-def _gain(code: NDArray[np.int64]) -> Floats:
-    return np.exp((code.astype(np.float32) - MIDDLE) / GAINS)
 
 
 def _codes(unit: Floats, bits: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -4,8 +4,8 @@ the file that keeps them.
 `tierkv.calibration.observe` measures them on texts. A codec that takes moments (`Codec.takes_moments`) fits its
 per-model state from them instead of from the first pages of a session.
 
-A file is `.npz`, uncompressed and without pickle: one array a field of `Moments`, and `about`, bytes of JSON that say
-which model and texts the moments are of. Both are checked when it is read.
+A file is `.npz`, uncompressed and without pickle: one array a field of `Moments`, one, `pages_FIELD`, a field of
+`KeyTransform`, and `about`, bytes of JSON that say which model and texts they are of. All are checked when it is read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.errors import ConfigError
-from tierkv.geometry import Geometry
+from tierkv.geometry import PAGE_TOKENS, Geometry
 
 Floats = NDArray[np.float32]
 
-VERSION = 2
+VERSION = 3
 """Of the file. A file of another version is not read."""
 
 REDO = "make it anew with tierkv calibrate"
@@ -68,8 +68,25 @@ class Moments(NamedTuple):
     value_fisher: Floats
 
 
+class KeyTransform(NamedTuple):
+    """How a page's keys become coefficients that are uncorrelated, and ordered by what queries want of them: the state
+    of digests (`tierkv.prefetch.transform`). float32, of pages of `page_tokens` tokens.
+    """
+
+    mean: Floats  # [L, H, D]
+    analysis: Floats  # [L, H, D, D]: (key - mean) @ analysis are coefficients
+    axes: Floats  # [L, H, D, D]: query @ axes takes coefficients
+    variance: Floats  # [L, H, page_tokens, D], above 0
+
+
+_PAGES = "pages_"
+"""Before the names of a `KeyTransform`'s arrays in a file."""
+
+
 class About(msgspec.Struct, frozen=True):
-    """What moments are of. `dtype` is the model's while it was observed, `tokens` are those of all texts."""
+    """What moments are of. `dtype` is the model's while it was observed, `tokens` are those of all texts, `page_tokens`
+    those of a page of the `KeyTransform`.
+    """
 
     model_id: str
     layers: int
@@ -78,6 +95,7 @@ class About(msgspec.Struct, frozen=True):
     dtype: str
     texts: tuple[str, ...]
     tokens: int
+    page_tokens: int = PAGE_TOKENS
 
     def is_of(self, model_id: str) -> bool:
         """Whether it is the same model. In `name@hash` the name is only where it was loaded from."""
@@ -125,20 +143,46 @@ def standard(geometry: Geometry) -> Moments:
     return Moments(np.zeros(shape, np.float32), *(unit.copy() for _ in _SQUARE))
 
 
-def save(path: Path, moments: Moments, about: About) -> None:
+def check_keys(keys: KeyTransform, about: About) -> None:
+    """Raises ConfigError: a field is not finite or not of the shape and dtype that `about` says, or a variance is 0."""
+    head = (about.layers, about.kv_heads)
+    square = (*head, about.head_dim, about.head_dim)
+    wanted = ((*head, about.head_dim), square, square, (*head, about.page_tokens, about.head_dim))
+    for name, values, shape in zip(keys._fields, keys, wanted, strict=True):
+        if values.shape != shape or values.dtype != np.float32:
+            raise ConfigError(
+                f"{_PAGES}{name} is {values.dtype} of shape {values.shape}; it must be float32 of shape {shape}"
+            )
+        if not np.isfinite(values).all():
+            raise ConfigError(f"{_PAGES}{name} holds NaN or infinity")
+    if (keys.variance <= 0).any():
+        raise ConfigError(f"{_PAGES}variance is not above 0 everywhere")
+
+
+def plain_keys(geometry: Geometry) -> KeyTransform:
+    """Of independent standard normal keys and queries."""
+    shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
+    unit = np.broadcast_to(np.eye(geometry.head_dim, dtype=np.float32), (*shape, geometry.head_dim))
+    variance = np.ones((*shape[:2], geometry.page_tokens, geometry.head_dim), np.float32)
+    return KeyTransform(np.zeros(shape, np.float32), unit.copy(), unit.copy(), variance)
+
+
+def save(path: Path, moments: Moments, keys: KeyTransform, about: About) -> None:
     """Write the file whole or not at all; its folder is made.
 
     Raises:
-        ConfigError: the moments are not what `about` says, or the file cannot be written.
+        ConfigError: moments or keys are not what `about` says, or the file cannot be written.
     """
     _check_shape(moments, about)
+    check_keys(keys, about)
+    arrays = moments._asdict() | {_PAGES + name: values for name, values in keys._asdict().items()}
     said = msgspec.json.encode({"version": VERSION, **msgspec.structs.asdict(about)})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, fresh = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as stream:
-                np.savez(stream, about=np.frombuffer(said, np.uint8), **moments._asdict())
+                np.savez(stream, about=np.frombuffer(said, np.uint8), **arrays)
             os.chmod(fresh, 0o644)
             os.replace(fresh, path)
         finally:
@@ -157,6 +201,17 @@ def load(path: Path) -> tuple[Moments, About]:
     except ConfigError as error:
         raise ConfigError(f"the calibration {path} cannot be used: {error}; {REDO}") from None
     return moments, about
+
+
+def load_keys(path: Path) -> tuple[KeyTransform, About]:
+    """Raises as `load`."""
+    about, arrays = _read(path, tuple(_PAGES + name for name in KeyTransform._fields))
+    keys = KeyTransform(*arrays.values())
+    try:
+        check_keys(keys, about)
+    except ConfigError as error:
+        raise ConfigError(f"the calibration {path} cannot be used: {error}; {REDO}") from None
+    return keys, about
 
 
 def read_about(path: Path) -> About:

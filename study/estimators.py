@@ -2,7 +2,7 @@
 
 Three ways of the same size, for each layer and KV head:
 
-digest      mean and standard deviation of the keys, read as `tierkv.prefetch.digests` says: an estimate of the mass
+digest      mean and standard deviation of the keys, read as `tierkv.prefetch.deviation` says: an estimate of the mass
 min_max     middle and half-width of the box around the keys; its best corner for the query bounds every logit
             (Tang et al. 2024, "Quest: Query-aware sparsity for efficient long-context LLM inference")
 mean_box    mean of the keys and their mean absolute deviation, read as a box
@@ -21,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.geometry import PAGE_TOKENS, Geometry
-from tierkv.prefetch import digests
-from tierkv.prefetch.digests import DEVIATION_CODES, MEAN_CODES
+from tierkv.prefetch.deviation import DEVIATION, DEVIATION_CODES, MEAN_CODES
 from tierkv.regions import Run
 from tierkv.table import lay_out
 
@@ -109,14 +108,14 @@ def digest_summary(keys: torch.Tensor, layout: Layout) -> Summary:
     """Mean and standard deviation, through the bytes of a digest."""
     layers, heads, _, dim = keys.shape
     geometry = Geometry(layers, heads, dim, "float32", int(layout.counts.max()))
-    shape = digests.digest_shape(geometry, layers)
-    page, digest = np.zeros(geometry.shape, np.float32), np.zeros(shape.nbytes, np.uint8)
+    digests = DEVIATION.of(geometry, layers)
+    page, digest = np.zeros(geometry.shape, np.float32), np.zeros(digests.shape.nbytes, np.uint8)
     found = []
     for part in layout.pages(keys):
         count = part.shape[2]
         page[:, 0, :, :count] = part.numpy()
-        digests.write(shape, page.reshape(-1).view(np.uint8), count, digest)
-        found.append(digests.read(shape, digest))
+        digests.write(page.reshape(-1).view(np.uint8), count, digest)
+        found.append(digests.read(digest))
     mean, deviation = (torch.from_numpy(np.stack(vectors, 2)) for vectors in zip(*found, strict=True))
     return Summary(mean, deviation)
 
@@ -124,7 +123,7 @@ def digest_summary(keys: torch.Tensor, layout: Layout) -> Summary:
 def digest_log_mass(
     query: torch.Tensor, summary: Summary, counts: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """`tierkv.prefetch.digests.log_mass` of all pages at once."""
+    """`tierkv.prefetch.deviation.log_mass` of all pages at once."""
     sigma = grouped(query**2, summary.spread**2).sqrt() * abs(scale)
     log_counts = counts.log()
     a = (2 * log_counts).sqrt()

@@ -18,7 +18,7 @@ from tierkv.terminal import plain_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from tierkv.quant.moments import About, Moments
+    from tierkv.quant.moments import About, KeyTransform, Moments
 
 SMOLLM2 = "smollm2"
 
@@ -81,15 +81,15 @@ def calibrate(
             raise ConfigError(f"--device {device}: {error}") from error
         file = out or default_file(model_support.model_id(loaded))
         check_writable(file)
-        moments, about = observe_model(loaded, texts)
-        save(file, moments, about)
+        save(file, *observe_model(loaded, texts))
         print(f"written to {file}")
 
 
-def observe_model(model: PreTrainedModel, texts: list[Named]) -> tuple[Moments, About]:
-    """Moments of the model on the texts, and what they are of; tells what it does."""
+def observe_model(model: PreTrainedModel, texts: list[Named]) -> tuple[Moments, KeyTransform, About]:
+    """Moments of the model on the texts, the state of digests, and what they are of; tells what it does."""
     from tierkv import model_support
     from tierkv.calibration import observe
+    from tierkv.prefetch.transform import KeySums, solve
     from tierkv.quant.moments import About
     from tierkv.study.memdecay.cli import progress
 
@@ -99,19 +99,20 @@ def observe_model(model: PreTrainedModel, texts: list[Named]) -> tuple[Moments, 
         model_support.model_id(model), geometry.num_layers, geometry.num_kv_heads, geometry.head_dim,
         geometry.dtype, tuple(text.name for text in texts), tokens,
     )  # fmt: skip
-    begun = time.perf_counter()
+    begun, pages = time.perf_counter(), list[KeySums]()
     with progress() as told:
         moments = observe(
             model,
             [text.tokens for text in texts],
             told=lambda number: told(number, len(texts), texts[number].name),
+            pages=pages,
         )
     seconds, plural = time.perf_counter() - begun, "s" if len(texts) > 1 else ""
     print(
         f"{about.model_id}: {about.layers} layers, {about.kv_heads} KV heads of {about.head_dim}, {about.dtype}\n"
         f"{len(texts)} text{plural}, {tokens:,} tokens in {seconds:.0f} s"
     )
-    return moments, about
+    return moments, solve(pages, moments.query_second), about
 
 
 def default_file(model_id: str) -> Path:

@@ -20,13 +20,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
 from tierkv import model_support
 from tierkv.errors import ConfigError
 from tierkv.fisher import Fisher, information
+from tierkv.geometry import PAGE_TOKENS
+from tierkv.prefetch.transform import KeySums
 from tierkv.quant.moments import Moments, check
 from tierkv.study.own_attention import take_over
 from tierkv.study.probe import cache_argument, dynamic_cache
@@ -100,6 +104,7 @@ def observe(
     sinks: int = SINKS,
     recent: int = RECENT,
     told: Callable[[int], None] | None = None,
+    pages: list[KeySums] | None = None,
 ) -> Moments:
     """Run the model over each text (token ids) once, and `fisher.SAMPLES` times back over its generated tokens. The
     model is afterwards what it was before.
@@ -108,6 +113,7 @@ def observe(
 
     Args:
         told: is called with a text's number, from 0, when its turn comes.
+        pages: gets each observed layer's sums over full pages of the contexts, from their first token on, appended.
 
     Raises:
         UnsupportedModel: tierkv cannot serve this model, or it has soft-capping or sinks.
@@ -129,6 +135,7 @@ def observe(
         for layer in range(model_support.num_layers(model))
         if layer not in own
     }
+    in_pages = {layer: KeySums(shape.num_kv_heads, PAGE_TOKENS, shape.head_dim) for layer in sums}
 
     def attend(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -139,6 +146,8 @@ def observe(
         q, k, v = query.float().reshape(heads, -1, tokens, dim), key[0].float(), value[0].float()
         heard = listen(q, k, v, scale, sinks, recent)
         sums[layer].add(q, k, v, heard, sinks)
+        if pages is not None:
+            in_pages[layer].add(*_full_pages(k))
         return heard.out.flatten(0, 1).transpose(0, 1)[None].to(query.dtype)
 
     before = model.config._attn_implementation
@@ -156,7 +165,17 @@ def observe(
             found.append(information(model, cache, list(sums), text[context:], far))
     finally:
         model.set_attn_implementation(before)
+    if pages is not None:
+        pages += in_pages.values()
     return _moments(model, sums, found)
+
+
+def _full_pages(key: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """`[H, tokens, D]` as `[H, pages, PAGE_TOKENS, D]`, and how many tokens the pages have."""
+    heads, tokens, dim = key.shape
+    count = tokens // PAGE_TOKENS
+    pages = key[:, : count * PAGE_TOKENS].reshape(heads, count, PAGE_TOKENS, dim)
+    return pages.cpu().numpy(), np.full(count, PAGE_TOKENS, np.int64)
 
 
 def listen(

@@ -33,7 +33,7 @@ from tierkv.figures import SessionFigures
 from tierkv.geometry import DTypeName
 from tierkv.hint_messages import AgentHint, HintKind
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_HEADER_BYTES = 64 << 20
 MAX_REQUEST_PAGES = 65_536
 ATTACH_SOCKET = "attach.sock"
@@ -97,7 +97,9 @@ class Plan(_Struct):
     version: int
     changes: list[PageChange]
     codec_state: int = -1
-    """Byte offset in HBM of the codec's per-model state (float32), -1 until it exists."""
+    """Byte offset in HBM of the codec's per-model state (float32) and, behind it, the digests'; -1 until they exist."""
+    digest: str = "deviation"
+    """Form of the digests of the session's pages (`tierkv.prefetch.digest_forms`)."""
 
 
 class TableState(_Struct):
@@ -112,6 +114,8 @@ class TableState(_Struct):
     codec_state: int = -1
     tail_open: bool = False
     """The last page still takes tokens (`lay_out` continues it); False after a crop into a sealed page."""
+    digest: str = "deviation"
+    """As of `Plan`."""
 
 
 # Attach (Unix stream socket) -------------------------------------------------------------------------------------

@@ -19,12 +19,14 @@ from tierkv.pool import HbmMapping, checksum, codec_state
 from tierkv.protocol import BlankPage, PageEntry, Plan, TableState
 from tierkv.regions import Region, Run
 from tierkv.rows import ColdRows, PageRows, PageTable
-from tierkv.table import Kind, lay_out, pages_needed
+from tierkv.table import NOWHERE, Kind, lay_out, pages_needed
 
 if (
     TYPE_CHECKING
 ):  # attention imports torch and codecs numba: seconds, which a worker's other calls need not pay
     from tierkv.attention.contract import PoolView
+    from tierkv.prefetch.digests import Digests
+    from tierkv.quant.contract import Codec
 
 
 class Pools(Protocol):
@@ -78,7 +80,7 @@ class Residency:
         self.blanks: deque[BlankPage] = deque(table.blanks)
         self.version = table.version
         self._sealed_rows = self.table.length - int(table.tail_open)
-        self._codec_state = table.codec_state
+        self._codec_state, self._digest = table.codec_state, table.digest
         self._view: PoolView | None = None
         self._plans = [plan for plan in self._plans if plan.version > self.version]
 
@@ -89,7 +91,7 @@ class Residency:
         blanks = [BlankPage(page, offset) for page, offset in self.table.after(horizon)]
         return TableState(
             session, self.version, horizon, rows, blanks + list(self.blanks), self._codec_state,
-            is_open,
+            is_open, self._digest,
         )  # fmt: skip
 
     # Plans -------------------------------------------------------------------------------------------------------
@@ -115,8 +117,8 @@ class Residency:
             for change in plan.changes:
                 self.table.change(change)
             self.version = plan.version
-            if plan.codec_state != self._codec_state:
-                self._codec_state = plan.codec_state
+            if (plan.codec_state, plan.digest) != (self._codec_state, self._digest):
+                self._codec_state, self._digest = plan.codec_state, plan.digest
                 self._view = None
         self._plans.clear()
         return True
@@ -162,10 +164,23 @@ class Residency:
             codec = quant.get(self._pools.codec)
             hbm = self._pools.mapped()
             state = codec_state(hbm.read, self._codec_state, codec.state_floats(self.geometry))
-            layers = min(self._pools.digest_layers, self.geometry.num_layers)
             middle = quant.get(self._pools.middle) if self._pools.middle else None
-            view = self._view = PoolView(hbm.data, self.geometry, codec, state, layers, middle, hbm.tensor)
+            view = self._view = PoolView(
+                hbm.data, self.geometry, codec, state, self._digests(hbm, codec), middle, hbm.tensor
+            )
         return view
+
+    def _digests(self, hbm: HbmMapping, codec: Codec) -> Digests | None:
+        """How digests are read; `None` while there are none."""
+        from tierkv.prefetch import digest_forms
+
+        form, geometry = digest_forms.get(self._digest), self.geometry
+        floats = form.state_floats(geometry)
+        layers = min(self._pools.digest_layers, geometry.num_layers)
+        if not layers or (floats and self._codec_state == NOWHERE):
+            return None
+        behind = self._codec_state + 4 * codec.state_floats(geometry)
+        return form.of(geometry, layers, codec_state(hbm.read, behind, floats))
 
     @property
     def host(self) -> PoolView:

@@ -31,8 +31,15 @@ from tierkv.attention.contract import (
     Pages,
 )
 from tierkv.geometry import DTypeName
-from tierkv.prefetch import digests
+from tierkv.prefetch.deviation import DEVIATION, DeviationDigests
+from tierkv.prefetch.digests import Digests
+from tierkv.prefetch.transform import GAIN, NOTHING, KeySums, cosines, solve
+from tierkv.prefetch.transform_digests import TransformDigests, TransformForm, flat_state
+from tierkv.quant.klt_levels import LEVELS
 from tierkv.table import NOWHERE
+
+DIGEST = "deviation"
+"""Form of the digests that are made."""
 
 
 @dataclass
@@ -82,23 +89,80 @@ class Both:
         self, query: torch.Tensor, row: int, layer: int, scale: float, softcap: float = 0.0
     ) -> torch.Tensor:
         """Log-mass `[q_heads, cold pages]` of a query `[q_heads, head_dim]`, from the digests' numbers."""
-        geometry = self.case.view.geometry
-        shape = digests.digest_shape(geometry, self.layers)
+        geometry, digests = self.case.view.geometry, self.case.view.digests
         group = query.shape[0] // geometry.num_kv_heads
         first, last = self.host.pages.row_starts[row : row + 2]
         found = torch.full((query.shape[0], int(last - first)), -math.inf, dtype=torch.float64)
+        if digests is None or layer < digests.shape.first_layer:
+            return found
+        estimate = by_transform if isinstance(digests, TransformDigests) else by_deviation
         for page in range(first, last):
             offset, n = int(self.cold.pages.digests[page]), int(self.cold.pages.counts[page])
             if offset == NOWHERE:
                 continue
-            digest = digests.read(shape, self.case.view.data[offset : offset + shape.nbytes])
-            at = layer - (geometry.num_layers - shape.layers)
+            digest = self.case.view.data[offset : offset + digests.shape.nbytes]
             for head in range(query.shape[0]):
                 q = query[head].double().numpy()
-                mean = float(scale * q @ digest.mean[at, head // group].astype(np.float64))
-                sigma = float(abs(scale) * np.linalg.norm(q * digest.deviation[at, head // group]))
-                found[head, page - first] = second_cumulant(mean, sigma, n, softcap)
+                known = estimate(digests, digest, layer, head // group, q, n, scale, softcap)
+                found[head, page - first] = known
         return found
+
+
+def by_deviation(
+    digests: Digests, digest: NDArray[np.uint8], layer: int, head: int, q: NDArray[np.float64], n: int,
+    scale: float, softcap: float,
+) -> float:  # fmt: skip
+    assert isinstance(digests, DeviationDigests)
+    numbers, at = digests.read(digest), layer - digests.shape.first_layer
+    mean = float(scale * q @ numbers.mean[at, head].astype(np.float64))
+    sigma = float(abs(scale) * np.linalg.norm(q * numbers.deviation[at, head]))
+    return second_cumulant(mean, sigma, n, softcap)
+
+
+def by_transform(
+    digests: Digests, digest: NDArray[np.uint8], layer: int, head: int, q: NDArray[np.float64], n: int,
+    scale: float, softcap: float,
+) -> float:  # fmt: skip
+    """The logits of the keys that the record stands for, token by token, and normal noise on them."""
+    assert isinstance(digests, TransformDigests)
+    state, size = digests.transform.state, digests.shape.record_bytes
+    at = ((layer - digests.shape.first_layer) * digests.shape.geometry.num_kv_heads + head) * size
+    record = digest[at : at + size]
+    if record[0] == NOTHING:
+        return -math.inf
+    coefficients = coefficients_of(digests, record, layer, head)
+    turned = q @ state.axes[layer, head].astype(np.float64)
+    keys = cosines(len(coefficients)).T @ coefficients
+    logits = scale * (keys[:n] @ turned + q @ state.mean[layer, head].astype(np.float64))
+    if softcap:
+        logits = softcap * np.tanh(logits / softcap)
+    level = float(np.logaddexp.reduce(logits)) - math.log(n)
+    lost = digests.transform.lost[layer, head].astype(np.float64)
+    sigma = abs(scale) * math.sqrt(turned**2 @ lost) * float(GAIN[record[0]])
+    if softcap:
+        sigma *= 1 - (level / softcap) ** 2
+    a = math.sqrt(2 * math.log(n))
+    known = math.log(n) + level + (sigma**2 / 2 if sigma <= a else a * sigma - a**2 / 2)
+    return min(known, math.log(n) + softcap) if softcap else known
+
+
+def coefficients_of(
+    digests: TransformDigests, record: NDArray[np.uint8], layer: int, head: int
+) -> NDArray[np.float64]:
+    """`[tokens, head_dim]`, bit by bit."""
+    bits, variance = digests.transform.bits[layer, head], digests.transform.state.variance[layer, head]
+    number, at = int.from_bytes(record[1:].tobytes(), "little"), 0
+    found = np.zeros(bits.shape)
+    for place in np.ndindex(*bits.shape):
+        width = int(bits[place])
+        if not width:
+            continue
+        code = number >> at & (1 << width) - 1
+        at += width
+        half = 1 << (width - 1)
+        unit = float(LEVELS[width][code % half]) * (-1 if code >= half else 1)
+        found[place] = unit * math.sqrt(variance[place]) * (float(GAIN[record[0]]) if place[0] else 1.0)
+    return found
 
 
 def second_cumulant(mean: float, sigma: float, n: int, softcap: float = 0.0) -> float:
@@ -128,7 +192,8 @@ def make_both(
     case = make_case(seed, row_pages=row_pages, **shape)
     host = make_case(seed + 1, row_pages=cold_pages, **shape)
     geometry = case.view.geometry
-    form = digests.digest_shape(geometry, digest_layers)
+    digests = digests_of(DIGEST, host, digest_layers)
+    form = digests.shape
     start = -(-len(case.view.data) // 64) * 64
     hbm = np.zeros(start + sum(cold_pages) * form.nbytes, np.uint8)
     hbm[: len(case.view.data)] = case.view.data
@@ -141,14 +206,34 @@ def make_both(
             keys = exact_keys(host, page).to(DTYPES[dtype])
             view = torch.from_numpy(exact).view(DTYPES[dtype]).view(geometry.shape)
             view[:, 0, :, : keys.shape[2]] = keys
-            digests.write(form, exact, keys.shape[2], hbm[offsets[page] :][: form.nbytes])
-    case.view = case.view._replace(data=hbm, digest_layers=digest_layers)
+            digests.write(exact, keys.shape[2], hbm[offsets[page] :][: form.nbytes])
+    case.view = case.view._replace(data=hbm, digests=digests if digest_layers else None)
     host.view.data.flags.writeable = False  # a worker maps the host pool read-only
     pages = case.pages._replace(total_tokens=case.pages.total_tokens + host.pages.total_tokens)
     cold = ColdPages(
         offsets, host.pages.offsets, host.pages.kinds, host.pages.counts, token_starts, host.pages.row_starts
     )
     return Both(case, host, Cold(cold, host.view, read), pages)
+
+
+def digests_of(digest: str, host: Case, layers: int) -> Digests:
+    """Of a form; a transform is fitted to the cold pages, or to noise where there are none."""
+    geometry = host.view.geometry
+    if digest == DEVIATION.name:
+        return DEVIATION.of(geometry, layers)
+    random = np.random.default_rng(5)
+    counts = np.append(host.pages.counts, [geometry.page_tokens] * 8).astype(np.int64)
+    shape = (geometry.num_layers, geometry.num_kv_heads, len(counts), geometry.page_tokens, geometry.head_dim)
+    keys = random.standard_normal(shape).astype(np.float32)
+    for page, count in enumerate(host.pages.counts):
+        keys[:, :, page, :count] = exact_keys(host, page).numpy()
+    sums = []
+    for mine in keys:
+        sums.append(KeySums(shape[1], shape[3], shape[4]))
+        sums[-1].add(mine, counts)
+    state = solve(sums, np.broadcast_to(np.eye(shape[4]), (*shape[:2], shape[4], shape[4])))
+    form = TransformForm(int(digest.partition("-")[2]))
+    return form.of(geometry, layers, flat_state(state))
 
 
 def exact_keys(host: Case, page: int) -> torch.Tensor:

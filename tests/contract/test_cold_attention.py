@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.contract import dense_cold
 from tests.contract.dense_cold import (
     audit_of,
     check_decode,
@@ -24,7 +25,6 @@ from tests.contract.test_attention import BENT, DTYPES, MASS_ROUNDED, ROUNDED, r
 from tierkv import quant
 from tierkv.attention.contract import READ_ALL, ColdSeen, PagedAttention
 from tierkv.geometry import DTypeName
-from tierkv.prefetch import digests
 from tierkv.table import Kind
 
 SHAPES = [
@@ -34,6 +34,10 @@ SHAPES = [
 
 
 class TestEveryAttentionOverColdPages:
+    @pytest.fixture(autouse=True, params=["deviation", "transform-20"])
+    def digest_form(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dense_cold, "DIGEST", request.param)
+
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("ratio", [1, 3, 8])
     def test_decode_equals_softmax_over_exact_cold_pages(
@@ -208,10 +212,11 @@ class TestEveryAttentionOverColdPages:
 
     def test_a_page_whose_keys_are_not_finite_is_never_read(self, implementation: PagedAttention) -> None:
         both = make_both(36, (4,), (3,), read=3, dtype="float32", low=0.0)
-        shape = digests.digest_shape(both.case.view.geometry, 1)
+        digests = both.case.view.digests
+        assert digests is not None
         start = both.cold.pages.digests[1]
         page = np.full(both.case.view.geometry.page_bytes, 0xFF, np.uint8)  # NaN
-        digests.write(shape, page, 16, both.case.view.data[start : start + shape.nbytes])
+        digests.write(page, 16, both.case.view.data[start : start + digests.shape.nbytes])
         token_mass, seen = np.zeros(both.pages.total_tokens, np.float32), ColdSeen(np.zeros(3, np.float32))
         implementation.decode(
             random_query(36, 1, 9, 64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import xxhash
 
 from tests import triton_device  # noqa: F401  # skips the module where kernels cannot run
 from tests.fake_cuda import GRANULE, FakeDriver, fake_gpu
+from tierkv.daemon.calibrations import Calibrations
 from tierkv.daemon.carriers import Move
 from tierkv.daemon.cpu_carrier import CpuCarrier
 from tierkv.daemon.events import Copy, FitCodec, MoveDone, MoveFailed, Quantize, Summarize
@@ -21,8 +23,10 @@ from tierkv.daemon.mover import Mover
 from tierkv.daemon.pools import BytePool, Bytes, HbmPool, HostPool
 from tierkv.geometry import Geometry
 from tierkv.pool import checksum
-from tierkv.prefetch.digests import digest_shape, reference_write
+from tierkv.prefetch.deviation import DEVIATION
+from tierkv.prefetch.transform_digests import TransformForm, flat_state
 from tierkv.quant import get
+from tierkv.quant.moments import About, KeyTransform, plain_keys, save, standard
 from tierkv.table import Kind
 
 GEOMETRY = Geometry(2, 2, 16, "float32", 16)
@@ -32,6 +36,14 @@ PACKED = CODEC.page_bytes(GEOMETRY)
 STATE, FREE = 8 * PAGE, 16 * PAGE  # where the codec's state lies in HBM, and unused memory
 KEY = 42
 RANDOM = np.random.default_rng(7)
+
+
+ABOUT = About("m", 2, 2, 16, "float32", ("noise",), 100)
+
+
+def keys_of(seed: int) -> KeyTransform:
+    random = np.random.default_rng(seed)
+    return KeyTransform(*(random.random(part.shape, np.float32) + 0.5 for part in plain_keys(GEOMETRY)))
 
 
 @dataclass
@@ -60,7 +72,10 @@ class World:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    forms, results = Forms(CODEC, measure_every=1), queue.Queue()
+    for number, file in enumerate(("old.npz", "new.npz")):
+        save(tmp_path / file, standard(GEOMETRY), keys_of(number), ABOUT)
+        os.utime(tmp_path / file, (1e9 + number, 1e9 + number))
+    forms, results = Forms(CODEC, None, Calibrations(tmp_path, True), measure_every=1), queue.Queue()
     host = HostPool(tmp_path, 32 * PAGE)
     moves: list[tuple[str, str, int]] = []
     if request.param == "cpu":
@@ -197,9 +212,9 @@ def test_a_digest_is_that_of_what_the_host_replica_says(world: World, kind: Kind
     assert isinstance(backup, MoveDone)
     move = Summarize(2, GEOMETRY, 2, 16, 0, kind, backup.checksum, STATE, 5 * PAGE, KEY)
     assert world.run(move) == MoveDone(2)
-    shape = digest_shape(GEOMETRY, 2)
-    expected = np.empty(shape.nbytes, np.uint8)
-    reference_write(shape, read, 16, expected)
+    digests = DEVIATION.of(GEOMETRY, 2)
+    shape, expected = digests.shape, np.empty(digests.shape.nbytes, np.uint8)
+    digests.reference_write(read, 16, expected)
     np.testing.assert_array_equal(world.hbm.read(5 * PAGE, shape.nbytes), expected)
     assert world.moves[-1] == ("host", "digest", shape.nbytes)
 
@@ -242,3 +257,33 @@ def test_many_moves_at_once_end_each_in_its_own_answer(world: World) -> None:
         packed = world.host.read(16 * PAGE + offset, PACKED)
         low_bit_done = found[2 * number + 1]
         assert isinstance(low_bit_done, MoveDone) and low_bit_done.checksum == checksum(packed, number)
+
+
+def test_a_transforms_state_lies_behind_the_codecs_and_its_digests_are_made_by_it(world: World) -> None:
+    """By that of the latest calibration, until another model's state lies there."""
+    world.page(FREE)
+    fit = FitCodec(1, GEOMETRY, (FREE,), (16,), STATE, "m", "transform-24")
+    assert world.run(fit) == MoveDone(1)
+    floats = CODEC.state_floats(GEOMETRY)
+    read = world.hbm.read(STATE, 4 * (floats + TransformForm(24).state_floats(GEOMETRY))).view(np.float32)
+    own = flat_state(keys_of(1))
+    np.testing.assert_array_equal(read[floats:], own)
+    exact = world.page(0)
+    backup = world.run(Copy(2, "hbm", 0, 0, "host", 0, PAGE, KEY))
+    assert isinstance(backup, MoveDone)
+    for number, state in enumerate((own, 2 * own)):
+        world.hbm.write(STATE + 4 * floats, state.view(np.uint8))
+        move = Summarize(
+            3 + number, GEOMETRY, 1, 16, 0, Kind.EXACT, backup.checksum, STATE, 5 * PAGE, KEY, "transform-24"
+        )
+        assert world.run(move) == MoveDone(3 + number)
+        digests = TransformForm(24).of(GEOMETRY, 1, own)
+        expected = np.empty(digests.shape.nbytes, np.uint8)
+        digests.write(exact, 16, expected)  # read once: it does not change while it lies there
+        np.testing.assert_array_equal(world.hbm.read(5 * PAGE, len(expected)), expected)
+
+
+def test_a_model_that_no_calibration_describes_has_no_state_of_digests(world: World) -> None:
+    world.page(FREE)
+    fit = FitCodec(1, GEOMETRY, (FREE,), (16,), STATE, "another", "transform-24")
+    assert world.run(fit) == MoveFailed(1, "codec")

@@ -21,9 +21,10 @@ from tierkv.daemon.config import DaemonConfig, load_config
 from tierkv.daemon.incarnation import Incarnation
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
+from tierkv.prefetch.transform_digests import flat_state
 from tierkv.quant import get
 from tierkv.quant.contract import Floats
-from tierkv.quant.moments import About, Moments, load, save, standard
+from tierkv.quant.moments import About, Moments, load, plain_keys, save, standard
 from tierkv.quant.rotated import K3V2
 
 GEOMETRY = Geometry(2, 3, 64, "bfloat16")
@@ -47,7 +48,7 @@ def write(
     moments = standard(geometry)
     moments.key_mean[:] = mean
     shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
-    save(file, moments, About(model, *shape, "float32", ("a text",), 100))
+    save(file, moments, plain_keys(geometry), About(model, *shape, "float32", ("a text",), 100))
     os.utime(file, (at, at))
     return file
 
@@ -117,6 +118,24 @@ def test_a_state_that_is_not_finite_is_left_out(tmp_path: Path, caplog: pytest.L
     assert "a.npz" in caplog.messages[0] and "not finite" in caplog.messages[0]
 
 
+def test_digests_are_made_by_the_latest_calibration_that_was_there_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "old.npz", 0.5)
+    (tmp_path / "broken.npz").write_bytes(b"PK")
+    found = Calibrations(tmp_path, digests=True)
+    assert "broken.npz" in caplog.messages[0]
+    write(tmp_path / "new.npz", 0.25, at=2e9)
+    (about,) = found.digest_models
+    assert about.model_id == MODEL
+    plain = flat_state(plain_keys(GEOMETRY))
+    np.testing.assert_array_equal(found.digest_state(MODEL, GEOMETRY), plain)
+    for model, geometry in ((OTHER, GEOMETRY), (MODEL, Geometry(2, 3, 64, "bfloat16", 8))):
+        with pytest.raises(ValueError, match="no calibration"):
+            found.digest_state(model, geometry)
+    assert Calibrations(tmp_path).digest_models == ()
+
+
 def test_a_place_that_may_not_be_looked_into_holds_no_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,5 +196,35 @@ def test_a_daemon_fits_a_model_from_its_calibration_and_its_status_says_so(
             same = np.array_equal(session.pool.codec_state, from_moments)
             session.end()
             assert same == calibrated
+    finally:
+        owner.stop(drain=False)
+
+
+@pytest.mark.parametrize("form", ["transform-12", "deviation"])
+def test_a_calibrated_models_session_reads_the_digests_that_the_daemon_is_set_to(
+    form: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "moments" / "a.npz", 0.5, geometry=SMALL)
+    flags = {"hbm": 32 * SMALL.page_bytes, "host": 1 << 20, "digest_share": 0.5, "calibration": file.parent}
+    digest = {"digest": form.partition("-")[0], "digest_bytes": 12}
+    owner = Incarnation(*load_config(flags | digest | {"state_dir": tmp_path / "s"}))
+    try:
+        owner.service.mover.warmed.wait(60)
+        with tierkv.connect(tmp_path / "s") as client:
+            if form != "deviation":
+                with pytest.raises(ConfigError, match="no calibration of 'tiny@fedcba9876543210'"):
+                    client.open(SMALL, OTHER)
+            session = client.open(SMALL, MODEL)
+            session.begin(0)
+            digests = session.pool.digests
+            assert (digests is None) == (form != "deviation")  # its state is not fitted yet
+            session.end()
+            for _ in range(60):
+                step(client, session, 1, 16)
+            until(lambda: client.stats(session.id)["pages_quantized"] > 0)
+            session.begin(0)
+            digests = session.pool.digests
+            assert digests is not None and digests.shape.record_bytes == (12 if form != "deviation" else 72)
+            session.end()
     finally:
         owner.stop(drain=False)

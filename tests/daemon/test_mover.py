@@ -16,8 +16,7 @@ from tierkv.daemon.mover import Mover
 from tierkv.daemon.pools import HbmPool, HostPool
 from tierkv.geometry import Geometry
 from tierkv.pool import checksum
-from tierkv.prefetch.digests import digest_shape
-from tierkv.prefetch.digests import write as write_digest
+from tierkv.prefetch.deviation import DEVIATION
 from tierkv.quant import get
 from tierkv.quant.contract import Bytes, Codec, Floats, NonFiniteValues
 from tierkv.table import Kind
@@ -222,11 +221,11 @@ def test_a_digest_of_a_page_that_left_in_the_middle_form_is_that_of_its_numbers(
     mover.submit(Summarize(2, GEOMETRY, layers, 4, 0, Kind.MIDDLE, checksum(packed, 1), -1, 8192, 1))
     assert results.get(timeout=60) == MoveDone(2)
     mover.stop()
-    shape = digest_shape(GEOMETRY, layers)
-    expected = np.empty(shape.nbytes, np.uint8)
+    digests = DEVIATION.of(GEOMETRY, layers)
+    expected = np.empty(digests.shape.nbytes, np.uint8)
     decoded = middle.reference_decode(GEOMETRY, packed[:size], 4, nothing)
-    write_digest(shape, np.ascontiguousarray(decoded).reshape(-1).view(np.uint8), 4, expected)
-    np.testing.assert_array_equal(hbm.read(8192, shape.nbytes), expected)
+    digests.write(np.ascontiguousarray(decoded).reshape(-1).view(np.uint8), 4, expected)
+    np.testing.assert_array_equal(hbm.read(8192, digests.shape.nbytes), expected)
 
 
 def test_every_failure_is_answered_and_the_thread_goes_on(shell: Shell) -> None:

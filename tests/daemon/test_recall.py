@@ -13,14 +13,14 @@ from tierkv.daemon.allocator import SizeClass, aligned
 from tierkv.daemon.brain import Brain
 from tierkv.daemon.pages import Goal
 from tierkv.daemon.state import BrainConfig
-from tierkv.prefetch.digests import digest_shape
+from tierkv.prefetch.deviation import DEVIATION
 from tierkv.protocol import Audit, Failure, Ready, Reserved, SessionOptions
 from tierkv.quant import get
 from tierkv.regions import Region, Run
 from tierkv.table import NOWHERE, Kind
 
 LOW_BIT_IN_A_FRAME = FRAME // aligned(get("k3v2").page_bytes(SMALL))
-DIGEST = digest_shape(SMALL, 0).nbytes
+DIGEST = DEVIATION.shape(SMALL, 0).nbytes
 
 
 def with_cold_pages(pages: int = 160, **options: object) -> tuple[World, WorkerSession]:

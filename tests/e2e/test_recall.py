@@ -16,7 +16,11 @@ import torch
 import tierkv
 from tests.faults.harness import Owner, holds_nothing
 from tests.tierkv.tiny_models import CACHE, build, expected, greedy, longer, prompt
+from tierkv import model_support
+from tierkv.calibration import observe
 from tierkv.model import attach
+from tierkv.prefetch.transform import KeySums, solve
+from tierkv.quant.moments import About, save
 from tierkv.recall import RecallMode, RecallOptions
 from tierkv.table import Kind
 from tierkv.transformers_cache import TieredCache
@@ -39,8 +43,27 @@ def model() -> Any:
     return build("llama", max_position_embeddings=4096)
 
 
+@pytest.fixture(scope="module")
+def calibration(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the model, on noise: what its digests are made by."""
+    texts = [np.random.default_rng(seed).integers(2, 97, 600).tolist() for seed in range(3)]
+    pages: list[KeySums] = []
+    moments, geometry = observe(model, texts, pages=pages), model_support.geometry(model)
+    shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
+    about = About(model_support.model_id(model), *shape, geometry.dtype, ("noise",), 1800)
+    file = tmp_path_factory.mktemp("calibrations") / "a.npz"
+    save(file, moments, solve(pages, moments.query_second), about)
+    return file
+
+
+@pytest.fixture(params=["deviation", "transform"])
+def digest(request: pytest.FixtureRequest, calibration: Path) -> tuple[str, ...]:
+    """What a daemon is told of digests."""
+    return ("--digest", request.param, "--digest-bytes", "20", "--calibration", str(calibration))
+
+
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start(digest: tuple[str, ...]) -> Iterator[Start]:
     """A client of a fresh daemon with that many pages of HBM."""
     folder = Path(tempfile.mkdtemp(prefix="tierkv-", dir="/dev/shm"))
     owners: list[Owner] = []
@@ -55,6 +78,7 @@ def start() -> Iterator[Start]:
                 "--recent-tokens",
                 "32",
                 *(options or ("--digest-share", "0.2")),
+                *digest,
             )
         )
         clients.append(tierkv.connect(folder))

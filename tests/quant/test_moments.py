@@ -12,10 +12,24 @@ import pytest
 from tierkv.errors import ConfigError
 from tierkv.geometry import Geometry
 from tierkv.quant import NAMES, get
-from tierkv.quant.moments import VERSION, About, Moments, check, load, read_about, save, standard
+from tierkv.quant.moments import (
+    VERSION,
+    About,
+    KeyTransform,
+    Moments,
+    check,
+    load,
+    load_keys,
+    plain_keys,
+    read_about,
+    save,
+    standard,
+)
 
 GEOMETRY = Geometry(2, 3, 4, "float32")
 ABOUT = About("models/tiny@0123456789abcdef", 2, 3, 4, "float32", ("prose: types", "code: argparse"), 1234)
+
+KEYS = plain_keys(GEOMETRY)
 
 
 def random_moments(seed: int = 0) -> Moments:
@@ -31,7 +45,7 @@ def random_moments(seed: int = 0) -> Moments:
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     moments, path = random_moments(), tmp_path / "new" / "a.npz"
-    save(path, moments, ABOUT)
+    save(path, moments, KEYS, ABOUT)
     read, about = load(path)
     assert about == ABOUT == read_about(path)
     for before, after in zip(moments, read, strict=True):
@@ -39,29 +53,52 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["a.npz"]
 
 
+def test_a_file_gives_back_how_keys_are_transformed(tmp_path: Path) -> None:
+    keys = KeyTransform(*(np.random.default_rng(1).random(part.shape, np.float32) + 1 for part in KEYS))
+    save(tmp_path / "a.npz", random_moments(), keys, ABOUT)
+    read, about = load_keys(tmp_path / "a.npz")
+    assert about == ABOUT
+    for before, after in zip(keys, read, strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (KEYS._replace(variance=KEYS.variance[:, :, :8]), "pages_variance is float32 of shape"),
+        (KEYS._replace(axes=KEYS.axes.astype(np.float64)), "pages_axes is float64"),
+        (KEYS._replace(mean=np.full_like(KEYS.mean, np.nan)), "pages_mean holds NaN"),
+        (KEYS._replace(variance=0 * KEYS.variance), "a variance that is 0|not above 0"),
+    ],
+)
+def test_a_transform_that_cannot_be_is_not_saved(tmp_path: Path, bad: KeyTransform, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        save(tmp_path / "a.npz", random_moments(), bad, ABOUT)
+
+
 def test_a_later_calibration_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
-    save(path, random_moments(0), ABOUT)
-    save(path, random_moments(1), ABOUT)
+    save(path, random_moments(0), KEYS, ABOUT)
+    save(path, random_moments(1), KEYS, ABOUT)
     np.testing.assert_array_equal(load(path)[0].key_fisher, random_moments(1).key_fisher)
 
 
 def test_what_cannot_be_written_leaves_the_earlier_file(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
-    save(path, random_moments(), ABOUT)
+    save(path, random_moments(), KEYS, ABOUT)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="it says"):
-        save(path, random_moments(), msgspec.structs.replace(ABOUT, layers=3))
+        save(path, random_moments(), KEYS, msgspec.structs.replace(ABOUT, layers=3))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="name another file"):
-        save(tmp_path / "file" / "a.npz", random_moments(), ABOUT)
+        save(tmp_path / "file" / "a.npz", random_moments(), KEYS, ABOUT)
     assert path.read_bytes() == before and {entry.name for entry in tmp_path.iterdir()} == {"a.npz", "file"}
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.7, 0.999])
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path, kept: float) -> None:
     path = tmp_path / "a.npz"
-    save(path, random_moments(), ABOUT)
+    save(path, random_moments(), KEYS, ABOUT)
     os.truncate(path, int(kept * path.stat().st_size))
     with pytest.raises(ConfigError, match=r"a\.npz is not a whole calibration.*tierkv calibrate"):
         load(path)
@@ -69,7 +106,7 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path, kept: float) -> Non
 
 def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
     path, moments = tmp_path / "a.npz", random_moments()
-    save(path, moments, ABOUT)
+    save(path, moments, KEYS, ABOUT)
     data = bytearray(path.read_bytes())
     data[data.index(moments.query_second.tobytes()) + 5] ^= 1
     path.write_bytes(data)
@@ -79,7 +116,7 @@ def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
 
 def test_a_file_whose_damage_reads_as_a_password_is_not_a_whole_one(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
-    save(path, random_moments(), ABOUT)
+    save(path, random_moments(), KEYS, ABOUT)
     data = bytearray(path.read_bytes())
     data[data.index(b"PK\x01\x02") + 8] |= 1  # a flag of the first entry in zip's directory: encrypted
     path.write_bytes(data)
@@ -125,7 +162,7 @@ def test_moments_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said):
             check(bad)
         with pytest.raises(ConfigError, match=said):
-            save(tmp_path / "a.npz", bad, ABOUT)
+            save(tmp_path / "a.npz", bad, KEYS, ABOUT)
     assert not list(tmp_path.iterdir())
 
 

@@ -64,6 +64,7 @@ class WorkerSession:
     tail_open: bool = False
     version: int = 0
     codec_state: int = -1
+    digest: str = ""
     plans: list[Plan] = field(default_factory=list)
     step: int = 0
 
@@ -188,7 +189,7 @@ class World:
         assert start == table.length == len(stamps)
         session.blanks = [(blank.page, blank.offset) for blank in table.blanks]
         session.tail_open, session.version = table.tail_open, table.version
-        session.codec_state = table.codec_state
+        session.codec_state, session.digest = table.codec_state, table.digest
         session.plans.clear()
         self.check_reads()
 
@@ -261,7 +262,7 @@ class World:
                     row.kind, row.offset = change.kind, change.offset
                     row.host_kind, row.host_offset = change.host_kind, change.host_offset
                     row.checksum, row.digest = change.host_checksum, change.digest
-            session.version, session.codec_state = plan.version, plan.codec_state
+            session.version, session.codec_state, session.digest = plan.version, plan.codec_state, plan.digest
         session.plans.clear()
         if acknowledge:
             self.feed(events.Acked(session.client, session.id, session.version))
@@ -318,7 +319,7 @@ class World:
         ]
         table = TableState(
             session.id, session.version, session.length, rows, [BlankPage(*b) for b in session.blanks],
-            session.codec_state, session.tail_open,
+            session.codec_state, session.tail_open, session.digest,
         )  # fmt: skip
         g = session.geometry
         fields = GeometryFields(g.num_layers, g.num_kv_heads, g.head_dim, g.dtype, g.page_tokens)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tierkv.attention.contract import READ_ALL
-from tierkv.prefetch import digests
+from tierkv.prefetch.deviation import log_mass
 from tierkv.regions import Region, Run
 from tierkv.study.cold_view import ColdView, ViewedAttention
 from tierkv.study.episodes import QUESTION, Block, Episode, Probe
@@ -119,7 +119,7 @@ def test_the_vectorized_estimate_is_the_digests_own():
             for q in range(3):
                 one = query[head, q]
                 sigma = SCALE * math.sqrt(float(((one * deviation) ** 2).sum()))
-                expected = digests.log_mass(SCALE * float(one @ mean), sigma, int(layout.counts[page]))
+                expected = log_mass(SCALE * float(one @ mean), sigma, int(layout.counts[page]))
                 assert float(found[head, q, page]) == pytest.approx(expected, abs=0.08)  # a byte a dimension
 
 

@@ -16,8 +16,9 @@ from tierkv.calibrate_command import default_file
 from tierkv.calibration import observe
 from tierkv.commands import app
 from tierkv.daemon.calibrations import Calibrations
+from tierkv.prefetch.transform import KeySums, solve
 from tierkv.quant import get
-from tierkv.quant.moments import load
+from tierkv.quant.moments import load, load_keys
 
 TEXT = "The greenhouse door opens with code 4711. It closes at noon. " * 10  # 610 bytes, a token each
 
@@ -50,10 +51,19 @@ def test_a_daemon_finds_what_was_observed_of_a_model(folder: Path, tmp_path: Pat
     tokens = tokenizer()(TEXT, add_special_tokens=False).input_ids[:512]
     for found, expected in zip(moments, observe(model, [tokens]), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    keys, _ = load_keys(file)
+    pages: list[KeySums] = []
+    second = observe(model, [tokens], pages=pages).query_second
+    solved = solve(pages, second)
+    np.testing.assert_allclose(keys.mean, solved.mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(keys.variance, solved.variance, rtol=1e-3, atol=1e-6)
+    assert about.page_tokens == 16
     for said in (model_id, "3 layers, 2 KV heads of 16", "1 text, 512 tokens", str(file)):
         assert said in done.output
-    state = Calibrations(file.parent).fit(get("klt2"), model_id, geometry)
-    assert state is not None
+    found = Calibrations(file.parent, digests=True)
+    assert found.fit(get("klt2"), model_id, geometry) is not None
+    assert found.digest_models == (about,)
+    np.testing.assert_array_equal(found.digest_state(model_id, geometry)[: keys.mean.size], keys.mean.ravel())
 
 
 def test_without_a_text_it_takes_those_that_are_here(folder: Path, tmp_path: Path) -> None:

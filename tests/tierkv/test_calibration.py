@@ -18,6 +18,7 @@ from tierkv.calibration import context_tokens, observe, token_weights, value_met
 from tierkv.errors import ConfigError, UnsupportedModel
 from tierkv.fisher import information
 from tierkv.model import attach
+from tierkv.prefetch.transform import KeySums
 from tierkv.tiered_layer import IMPLEMENTATION
 
 SINKS, RECENT = 4, 8
@@ -106,6 +107,22 @@ def test_moments_are_those_of_the_definition(
             for name, expected in dense(seen, layer, head).items():
                 found = getattr(moments, name)[layer, head]
                 np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_pages_are_full_ones_of_each_context_from_its_start(seen: list[Seen]) -> None:
+    """Moments of their cosine coefficients: over all of them those of the tokens, and the first are of page means."""
+    pages: list[KeySums] = []
+    observe(build("llama"), TEXTS, SINKS, RECENT, pages=pages)
+    assert len(pages) == LAYERS and {sums.pages for sums in pages} == {2 + 1}  # of 36 and 27 tokens
+    for layer, sums in enumerate(pages):
+        keys = np.concatenate(
+            [one.key[layer, :, :whole] for one, whole in zip(seen, (32, 16), strict=True)], 1
+        )
+        close = {"rtol": 1e-4, "atol": 1e-4}
+        np.testing.assert_allclose(sums.keys, keys.sum(1), **close)
+        np.testing.assert_allclose(sums.rows.sum(1), np.einsum("hti,htj->hij", keys, keys), **close)
+        means = keys.reshape(HEADS, 3, 16, DIM).mean(2)
+        np.testing.assert_allclose(sums.rows[:, 0], 16 * np.einsum("hpi,hpj->hij", means, means), **close)
 
 
 def test_an_error_of_a_value_costs_what_it_does_behind_the_attention() -> None:

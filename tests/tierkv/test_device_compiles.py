@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 import triton.language as tl
 from tierkv.attention import triton_kernels as attention, triton_pages as tokens
-from tierkv.attention.triton_estimates import estimate_pages
+from tierkv.attention.triton_estimates import estimate_deviations, estimate_transforms
 from tierkv.attention.triton_klt import attend_klt
 from tierkv.attention.triton_masses import add_masses
 from tierkv.quant import klt_triton_kernels as klt, rotated_triton_kernels as pages
@@ -77,7 +77,10 @@ for of_pages, of_tokens in ((True, True), (False, True)):
     check(add_masses, 4, QUERY_HEADS=32, TOKENS=16, BLOCK=16, OF_PAGES=of_pages, OF_TOKENS=of_tokens)
 for cap in (0.0, 30.0):
     given = dict(query=FLOATS, pool=BYTES)
-    check(estimate_pages, 4, given, HEADS=8, COLUMNS=16, DIM=DIM, WIDTH=DIM, BLOCK=16, CAP=cap)
+    check(estimate_deviations, 4, given, HEADS=8, COLUMNS=16, DIM=DIM, WIDTH=DIM, BLOCK=16, CAP=cap)
+    given = dict(rows=LONGS, places=INTS, masks=INTS, pool=BYTES)
+    tile = dict(HEADS=8, COLUMNS=16, DIM=DIM, WIDTH=DIM, STEP=16, SLOTS=16, SIZE=32, BLOCK=4)
+    check(estimate_transforms, 4, given, **tile, CAP=cap)
 print("compiled")
 """
 

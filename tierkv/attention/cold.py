@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from tierkv.attention.cold_kernels import add_read_mass, audit_pages, read_in_place
 from tierkv.attention.contract import READ_ALL, Cold, ColdPages, ColdSeen, Pages, PoolView, Scale
-from tierkv.attention.estimate_kernels import estimate
+from tierkv.attention.estimate_kernels import choose_pages, estimate_deviations
 from tierkv.attention.layer_view import LayerView, LayerViews, unmarked
 from tierkv.attention.online_softmax import Floats
 from tierkv.attention.sums import array_of
+from tierkv.attention.transform_kernels import estimate_transforms
 from tierkv.numba_setup import thread_count
-from tierkv.prefetch.digests import digest_shape
+from tierkv.prefetch.transform_digests import TransformDigests
 
 NOTHING = np.zeros(0, np.float32)
 
@@ -93,14 +94,28 @@ def look(
     chosen = np.empty(pairs * cold.read, np.int64)
     if layer < first_layer or not count or (cold.read == 0 and seen is None):
         return Choice(chosen[:0], starts)
-    record_bytes = digest_shape(geometry, pool.digest_layers).record_bytes
-    estimate(
-        query, np.asarray(pool.data), cold.pages.digests, cold.pages.counts, cold.pages.row_starts,
-        (layer - first_layer) * geometry.num_kv_heads * record_bytes, geometry.num_kv_heads, scale,
-        log_sum_exp, queries, cold.read,
-        scratch.floats("decoded", thread_count(), 2, dim),
-        scratch.floats("estimates", columns, count), scratch.floats("shares", columns, count),
+    digests, data = pool.digests, np.asarray(pool.data)
+    assert digests is not None
+    at = (layer - first_layer) * geometry.num_kv_heads * digests.shape.record_bytes
+    estimates, wanted = (
+        scratch.floats("estimates", columns, count),
         scratch.floats("wanted", geometry.num_kv_heads, count),
+    )
+    where = (data, cold.pages.digests, cold.pages.counts, cold.pages.row_starts, at)
+    asking = (geometry.num_kv_heads, scale)
+    if isinstance(digests, TransformDigests):
+        estimate_transforms(
+            query, *where, digests.shape.record_bytes, *asking, digests.layer(layer), thread_count(),
+            scratch.floats("turned", rows, columns, dim), scratch.floats("common", rows, columns),
+            scratch.floats("noise", rows, columns), estimates, wanted,
+        )  # fmt: skip
+    else:
+        estimate_deviations(
+            query, *where, *asking, scratch.floats("decoded", thread_count(), 2, dim), estimates, wanted
+        )
+    choose_pages(
+        cold.pages.row_starts, geometry.num_kv_heads, log_sum_exp, queries, cold.read,
+        estimates, scratch.floats("shares", columns, count), wanted,
         NOTHING if seen is None else array_of(seen.estimates), chosen, starts,
     )  # fmt: skip
     return Choice(chosen[: starts[-1]], starts)

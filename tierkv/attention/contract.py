@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierkv.geometry import Geometry
+from tierkv.prefetch.digests import Digests
 from tierkv.quant.contract import Codec
 
 
@@ -57,9 +58,14 @@ class PoolView(NamedTuple):
     geometry: Geometry
     codec: Codec
     codec_state: NDArray[np.float32]  # the codec's per-model state (empty until it exists)
-    digest_layers: int = 0  # the last so many layers have digests in this pool; 0: none
+    digests: Digests | None = None  # how cold pages' digests in this pool are read; `None`: there are none
     middle: Codec | None = None  # form of MIDDLE pages, `in_model_space`; `None` where there are none
     tensor: torch.Tensor | None = None  # the pool as bytes on a device; None: it is `data`
+
+    @property
+    def digest_layers(self) -> int:
+        """The last so many layers have digests."""
+        return 0 if self.digests is None else self.digests.shape.layers
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,5 @@
-"""Which cold pages matter, from their digests: estimates, joint shares and each KV head's choice, in one parallel call.
+"""Which cold pages matter: estimates from digests of means and deviations, and from estimates of any form joint shares
+and each KV head's choice.
 
 Columns are query heads or, for the last few queries of a chunk, query heads times queries: those of one KV head lie
 together, a head's queries next to each other, the last query last.
@@ -11,7 +12,7 @@ together, a head's queries next to each other, the last query last.
 
 Pages come last so that everything after the estimates runs along them in long loops that vectorize.
 
-The record's layout and the formula: `tierkv.prefetch.digests`.
+The record's layout and the formula: `tierkv.prefetch.deviation`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tierkv.attention.online_softmax import (
     weigh,
 )
 from tierkv.numba_setup import SHARED_WORK, kernel
-from tierkv.prefetch.digests import SCALES_BYTES
+from tierkv.prefetch.deviation import SCALES_BYTES
 from tierkv.quant.floats import load_float
 
 Bytes = NDArray[np.uint8]
@@ -155,25 +156,13 @@ def choose(wanted: Floats, first: np.int64, best: NDArray[np.int64]) -> int:
 
 
 @kernel(parallel=True)
-def estimate(
+def estimate_deviations(
     query: Floats, packed: Bytes, digests: NDArray[np.int64], counts: NDArray[np.int32], row_starts: NDArray[np.int64],
-    at: int, kv_heads: int, scale: Scale, log_sum_exp: Floats, queries: int, read: int,
-    decoded: Floats, estimates: Floats, shares: Floats, wanted: Floats,
-    seen: Floats, chosen: NDArray[np.int64], chosen_starts: NDArray[np.int64],
+    at: int, kv_heads: int, scale: Scale, decoded: Floats, estimates: Floats, wanted: Floats,
 ) -> None:  # fmt: skip
-    """Estimates of all pages of a batch, what they add to `seen`, and the pages that each row and KV head reads.
-
-    Args:
-        queries: columns of one query head.
-        read: pages that a KV head chooses at most.
-        decoded: scratch, `[lanes, 2, head_dim]`.
-        seen: `[pages]`, gets the last query's share averaged over query heads added; or empty.
-        chosen: `[rows * kv_heads * read]`, gets pages; pair `row * kv_heads + head` has `chosen_starts[pair] ..`.
-        chosen_starts: `[rows * kv_heads + 1]`.
-    """
+    """Estimates of all pages of a batch; see `estimate_lane`. `decoded` `[lanes, 2, head_dim]` is scratch."""
     pages, lanes = digests.shape[0], decoded.shape[0]
-    columns, taken = estimates.shape[0], 0
-    if pages * columns * query.shape[2] < SHARED_WORK:
+    if pages * estimates.shape[0] * query.shape[2] < SHARED_WORK:
         lanes = 1
     piece = (pages + lanes - 1) // lanes
     if lanes == 1:
@@ -187,8 +176,26 @@ def estimate(
                 np.int64(lane), piece, query, packed, digests, counts, row_starts, at, kv_heads, scale,
                 decoded[lane, 0], decoded[lane, 1], estimates, wanted,
             )  # fmt: skip
+
+
+@kernel()
+def choose_pages(
+    row_starts: NDArray[np.int64], kv_heads: int, log_sum_exp: Floats, queries: int, read: int,
+    estimates: Floats, shares: Floats, wanted: Floats,
+    seen: Floats, chosen: NDArray[np.int64], chosen_starts: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """What estimates add to `seen`, and the pages that each row and KV head reads.
+
+    Args:
+        queries: columns of one query head.
+        read: pages that a KV head chooses at most.
+        seen: `[pages]`, gets the last query's share averaged over query heads added; or empty.
+        chosen: `[rows * kv_heads * read]`, gets pages; pair `row * kv_heads + head` has `chosen_starts[pair] ..`.
+        chosen_starts: `[rows * kv_heads + 1]`.
+    """
+    columns, taken, rows = estimates.shape[0], 0, log_sum_exp.shape[0]
     group = columns // kv_heads
-    for row in range(query.shape[0]):
+    for row in range(rows):
         mine = slice(row_starts[row], row_starts[row + 1])
         for c in range(columns):
             share(estimates[c, mine], log_sum_exp[row, c], shares[c, mine])
@@ -199,4 +206,4 @@ def estimate(
             chosen_starts[row * kv_heads + head] = taken
             if read > 0:
                 taken += choose(wanted[head, mine], row_starts[row], chosen[taken : taken + read])
-    chosen_starts[query.shape[0] * kv_heads] = taken
+    chosen_starts[rows * kv_heads] = taken

@@ -8,33 +8,23 @@ import numpy as np
 import torch
 
 from tierkv.attention.contract import ColdPages, PoolView, Scale
-from tierkv.prefetch.digests import digest_shape, log_mass, read
 
 
 def estimates_of(
     query: torch.Tensor, pool: PoolView, pages: ColdPages, which: Sequence[int], layer: int, scale: Scale
 ) -> torch.Tensor:
     """Log-mass `[q_heads, queries, pages]` of cold pages, from digests alone; minus infinity where there is none."""
-    shape = digest_shape(pool.geometry, pool.digest_layers)
-    at = layer - (pool.geometry.num_layers - shape.layers)
-    group = query.shape[0] // pool.geometry.num_kv_heads
+    digests, heads = pool.digests, pool.geometry.num_kv_heads
+    assert digests is not None, "there are no digests here"
     estimates = torch.full((*query.shape[:2], len(which)), -torch.inf, dtype=torch.float64)
+    asked = query.double().reshape(heads, -1, query.shape[-1]).numpy()
     for column, page in enumerate(which):
         offset = int(pages.digests[page])
         if offset < 0:
             continue
-        digest = read(shape, np.asarray(pool.data)[offset : offset + shape.nbytes])
-        mean, deviation = (
-            torch.from_numpy(part[at]).double().repeat_interleave(group, 0).unsqueeze(1) for part in digest
-        )
-        means = (query.double() * mean).sum(-1) * scale.factor
-        sigmas = torch.sqrt(((query.double() * deviation) ** 2).sum(-1)) * abs(scale.factor)
-        for head in range(query.shape[0]):
-            for q in range(query.shape[1]):
-                known = log_mass(
-                    float(means[head, q]), float(sigmas[head, q]), int(pages.counts[page]), scale.cap
-                )
-                estimates[head, q, column] = known if np.isfinite(known) else -torch.inf
+        digest = np.asarray(pool.data)[offset : offset + digests.shape.nbytes]
+        known = digests.log_mass(digest, layer, asked, int(pages.counts[page]), scale.factor, scale.cap)
+        estimates[:, :, column] = torch.from_numpy(known).reshape(query.shape[:2])
     return estimates
 
 

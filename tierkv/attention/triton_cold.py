@@ -23,9 +23,10 @@ from tierkv.attention.triton_decode import (
     plan_pages,
     to_device,
 )
-from tierkv.attention.triton_estimates import estimate_pages
+from tierkv.attention.triton_estimates import estimate_deviations
 from tierkv.attention.triton_forms import Forms, bytes_of
-from tierkv.prefetch.digests import digest_shape
+from tierkv.attention.triton_transform import estimate_by_transform
+from tierkv.prefetch.transform_digests import TransformDigests
 from tierkv.table import Kind
 from tierkv.triton_setup import next_power_of_two
 
@@ -99,7 +100,7 @@ def look(
     chooses = read not in (0, READ_ALL)
     if layer < first_layer or not len(cold.offsets) or not (chooses or seen is not None):
         return None
-    estimates = _estimates(query, pool, cold, layer - first_layer, scale)
+    estimates = _estimates(query, pool, cold, layer, scale)
     columns, heads, rows = query.shape[1], geometry.num_kv_heads, len(query)
     width = cold.width if chooses else 0
     choice = Choice(
@@ -124,15 +125,22 @@ def look(
     return choice if chooses else None
 
 
-def _estimates(query: torch.Tensor, pool: PoolView, cold: DeviceCold, at: int, scale: Scale) -> torch.Tensor:
+def _estimates(
+    query: torch.Tensor, pool: PoolView, cold: DeviceCold, layer: int, scale: Scale
+) -> torch.Tensor:
     """`[columns, pages]` estimated log-masses."""
-    geometry, count = pool.geometry, len(cold.offsets)
+    geometry, count, digests = pool.geometry, len(cold.offsets), pool.digests
+    assert digests is not None
     data, columns = bytes_of(pool), query.shape[1]
     estimates = torch.empty(columns, count, dtype=torch.float32, device=query.device)
-    record_bytes = digest_shape(geometry, pool.digest_layers).record_bytes
-    estimate_pages[(count * geometry.num_kv_heads,)](
-        query, data, data[: data.numel() // 4 * 4].view(torch.float32), cold.digests, cold.counts, cold.rows, estimates,
-        count, at * geometry.num_kv_heads * record_bytes, scale.factor, HEADS=geometry.num_kv_heads,
+    at = (layer - digests.shape.first_layer) * geometry.num_kv_heads * digests.shape.record_bytes
+    places = (cold.digests, cold.counts, cold.rows)
+    if isinstance(digests, TransformDigests):
+        estimate_by_transform(query, data, digests, layer, places, at, scale, estimates)
+        return estimates
+    estimate_deviations[(count * geometry.num_kv_heads,)](
+        query, data, data[: data.numel() // 4 * 4].view(torch.float32), *places, estimates,
+        count, at, scale.factor, HEADS=geometry.num_kv_heads,
         COLUMNS=columns // geometry.num_kv_heads, DIM=geometry.head_dim, WIDTH=next_power_of_two(geometry.head_dim),
         BLOCK=COLUMNS, CAP=scale.cap, num_warps=4,
     )  # fmt: skip
