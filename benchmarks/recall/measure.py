@@ -146,8 +146,17 @@ DIRECT_AGGREGATES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 
 def weighted(weights: torch.Tensor) -> Aggregate:
-    """Sum with a weight for each layer and query head, `[L, Q]`."""
-    return lambda shares: torch.einsum("lq,lqnp->np", weights, shares)
+    """Sum with a weight for each layer and KV head, `[L, H]`, of the mean of its query heads."""
+
+    def aggregate(shares: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("lh,lhnp->np", weights, of_groups(shares, weights.shape[1]))
+
+    return aggregate
+
+
+def of_groups(shares: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[L, H, N, pages]`: the mean of a KV head's query heads."""
+    return shares.reshape(len(shares), heads, -1, *shares.shape[2:]).mean(2)
 
 
 ROUNDS = 2000
@@ -155,11 +164,11 @@ ROUNDS = 2000
 
 
 def learned(given: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Weights `[L, Q]`, not negative, by which estimated shares come closest to the true mean over heads and layers, in
+    """Weights `[L, H]`, not negative, by which estimated shares come closest to the true mean over heads and layers, in
     squares over pages and queries: multiplicative updates (Lee and Seung 2000).
 
     Args:
-        given: estimated and true shares `[L, Q, N, pages]` of each text.
+        given: estimated shares `[L, H, N, pages]`, those of `of_groups`, and true ones `[L, Q, N, pages]`, of each text.
     """
     heads = given[0][0].shape[:2]
     size = math.prod(heads)

@@ -60,7 +60,7 @@ layers it describes."""
 
 class Fitted(NamedTuple):
     state: State
-    weights: dict[str, torch.Tensor]  # by estimator, [L, Q]
+    weights: dict[str, torch.Tensor]  # by estimator, [L, H]
 
     def save(self, file: Path) -> None:
         """Whole or not at all."""
@@ -118,7 +118,9 @@ class Bench:
 
     def fitted(self) -> Fitted:
         """On texts that are not reported on."""
-        texts = msgspec.json.encode([VERSION, LEARNED, [given.tokens for given in self._fitting]])
+        texts = msgspec.json.encode(
+            [VERSION, "by KV head", LEARNED, [given.tokens for given in self._fitting]]
+        )
         file = self._folder / f"fitted-{xxhash.xxh3_64_hexdigest(texts)}.safetensors"
         if not file.is_file():
             self._fit().save(file)
@@ -130,13 +132,13 @@ class Bench:
         made = arms.estimators(state)
         return Fitted(state, {name: self._weights(made[name], held) for name in LEARNED})
 
-    @staticmethod
-    def _weights(estimator: Records, held: list[Recorded]) -> torch.Tensor:
+    def _weights(self, estimator: Records, held: list[Recorded]) -> torch.Tensor:
         seen = []
         for one in held:
             cold = measure.cold_pages(one)
             log_masses = measure.estimates(estimator, one)
-            seen.append((measure.shares(log_masses, one, cold), one.shares[..., cold]))
+            estimated = measure.of_groups(measure.shares(log_masses, one, cold), self._paged.num_kv_heads)
+            seen.append((estimated, one.shares[..., cold]))
         return measure.learned(seen)
 
     def _measure(self, given: Input) -> list[Record]:
