@@ -168,7 +168,7 @@ def learned(given: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     squares over pages and queries: multiplicative updates (Lee and Seung 2000).
 
     Args:
-        given: estimated shares `[L, H, N, pages]`, those of `of_groups`, and true ones `[L, Q, N, pages]`, of each text.
+        given: of each text estimated shares `[L, H, N, pages]`, as of `of_groups`, and true ones `[L, Q, N, pages]`.
     """
     heads = given[0][0].shape[:2]
     size = math.prod(heads)
