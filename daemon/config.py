@@ -44,7 +44,7 @@ from tierkv.daemon.setting_values import (
 from tierkv.errors import ConfigError, UnknownRegion
 from tierkv.geometry import PAGE_TOKENS, Geometry
 from tierkv.handshake import default_state_dir, socket_path
-from tierkv.prefetch.digest_settings import LEAST_BYTES, MOST_BYTES, DigestSetting
+from tierkv.prefetch.digest_settings import DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES, DigestSetting
 from tierkv.protocol import ATTACH_SOCKET, REQUEST_SOCKET, Observing
 from tierkv.regions import parse_region
 
@@ -137,7 +137,7 @@ class DaemonConfig(BaseSettings):
     """What a digest holds: `deviation`, mean and deviation of keys, for any model; `transform`, keys in `digest_bytes`,
     for a model that was calibrated before the daemon started; `auto`, the latter where it can be and its state fits
     `digest_share`."""
-    digest_bytes: Annotated[int, Field(ge=LEAST_BYTES, le=MOST_BYTES)] = 32
+    digest_bytes: Annotated[int, Field(ge=LEAST_BYTES, le=MOST_BYTES)] = DEFAULT_BYTES
     """Bytes of a transform digest, a layer and KV head."""
     observe_every: Annotated[int, Field(ge=1)] = 4
     """Decode steps between observations of attention mass (k)."""

@@ -71,6 +71,7 @@ class DeviationDigests:
 
     def __init__(self, shape: DigestShape) -> None:
         self.shape = shape
+        self.weights = np.ones((shape.layers, shape.geometry.num_kv_heads), np.float32)
 
     def write(self, exact: Bytes, count: int, out: Bytes) -> None:
         words, out = self.shape.checked(exact, count, out)

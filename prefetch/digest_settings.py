@@ -9,3 +9,6 @@ DigestSetting = Literal["auto", "transform", "deviation"]
 
 LEAST_BYTES, MOST_BYTES = 4, 256
 """Of a transform's record."""
+
+DEFAULT_BYTES = 32
+"""Of it, where nothing else is set; whose opinion counts is learned for records of this length."""

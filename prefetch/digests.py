@@ -72,6 +72,11 @@ class Digests(Protocol):
     @property
     def shape(self) -> DigestShape: ...
 
+    @property
+    def weights(self) -> Floats:
+        """`[layers, kv_heads]`, 1 on average: how much a KV head's opinion counts (`tierkv.prefetch.opinions`)."""
+        ...
+
     def write(self, exact: Bytes, count: int, out: Bytes) -> None:
         """Fill `out` (`shape.nbytes` long; every byte is written) from a page's exact bytes, its first `count` tokens.
 

@@ -99,7 +99,7 @@ def fit(samples: Sequence[Sample]) -> State:
 
 
 def solve(sums: Sequence[KeySums], asked: Floats | Doubles) -> State:
-    """The state of as many layers, which have seen the same pages, at least one.
+    """The state of as many layers, which have seen the same pages, at least one; all heads count the same.
 
     Args:
         asked: `[L, H, D, D]`, second moment of queries; its size does not matter.
@@ -122,6 +122,7 @@ def solve(sums: Sequence[KeySums], asked: Floats | Doubles) -> State:
         analysis.astype(np.float32),
         (inverse @ vectors).astype(np.float32),
         np.maximum(variance, np.finfo(np.float32).tiny).astype(np.float32),
+        np.ones(mean.shape[:2], np.float32),
     )
 
 

@@ -18,6 +18,7 @@ from tierkv.geometry import PAGE_TOKENS, Geometry
 from tierkv.numba_setup import kernel
 from tierkv.prefetch.deviation import as_float64
 from tierkv.prefetch.digests import Bytes, DigestShape, Doubles, Floats, Words, digest_shape
+from tierkv.prefetch.opinions import of_mean_one
 from tierkv.prefetch.transform import GAIN, GAINS, MIDDLE, NOTHING, TINY, State, Transform, cosines
 from tierkv.quant.floats import BFLOAT16, KIND, widen
 from tierkv.quant.klt_levels import BOUNDARIES, LEVELS, STEPS
@@ -131,6 +132,7 @@ class TransformDigests:
         self.shape = shape
         self.transform = Transform(state, shape.record_bytes)
         self.tables = _tables(self.transform)
+        self.weights = of_mean_one(state.weights[shape.first_layer :])
 
     def write(self, exact: Bytes, count: int, out: Bytes) -> None:
         words, out = self.shape.checked(exact, count, out)
@@ -177,7 +179,7 @@ def flat_state(keys: State) -> Floats:
 def _shapes(geometry: Geometry) -> tuple[tuple[int, ...], ...]:
     """Of the state's arrays."""
     head, dim = (geometry.num_layers, geometry.num_kv_heads), geometry.head_dim
-    return (*head, dim), (*head, dim, dim), (*head, dim, dim), (*head, geometry.page_tokens, dim)
+    return (*head, dim), (*head, dim, dim), (*head, dim, dim), (*head, geometry.page_tokens, dim), head
 
 
 def _tables(transform: Transform) -> Tables:

@@ -77,6 +77,7 @@ class KeyTransform(NamedTuple):
     analysis: Floats  # [L, H, D, D]: (key - mean) @ analysis are coefficients
     axes: Floats  # [L, H, D, D]: query @ axes takes coefficients
     variance: Floats  # [L, H, page_tokens, D], above 0
+    weights: Floats  # [L, H], not negative: whose opinion counts (`tierkv.prefetch.opinions`)
 
 
 _PAGES = "pages_"
@@ -144,10 +145,12 @@ def standard(geometry: Geometry) -> Moments:
 
 
 def check_keys(keys: KeyTransform, about: About) -> None:
-    """Raises ConfigError: a field is not finite or not of the shape and dtype that `about` says, or a variance is 0."""
+    """Raises ConfigError: a field is not finite or not of the shape and dtype that `about` says, a variance is 0,
+    or a weight is negative.
+    """
     head = (about.layers, about.kv_heads)
     square = (*head, about.head_dim, about.head_dim)
-    wanted = ((*head, about.head_dim), square, square, (*head, about.page_tokens, about.head_dim))
+    wanted = ((*head, about.head_dim), square, square, (*head, about.page_tokens, about.head_dim), head)
     for name, values, shape in zip(keys._fields, keys, wanted, strict=True):
         if values.shape != shape or values.dtype != np.float32:
             raise ConfigError(
@@ -157,14 +160,17 @@ def check_keys(keys: KeyTransform, about: About) -> None:
             raise ConfigError(f"{_PAGES}{name} holds NaN or infinity")
     if (keys.variance <= 0).any():
         raise ConfigError(f"{_PAGES}variance is not above 0 everywhere")
+    if (keys.weights < 0).any():
+        raise ConfigError(f"{_PAGES}weights holds one below 0")
 
 
 def plain_keys(geometry: Geometry) -> KeyTransform:
-    """Of independent standard normal keys and queries."""
+    """Of independent standard normal keys and queries, whose heads count the same."""
     shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
     unit = np.broadcast_to(np.eye(geometry.head_dim, dtype=np.float32), (*shape, geometry.head_dim))
     variance = np.ones((*shape[:2], geometry.page_tokens, geometry.head_dim), np.float32)
-    return KeyTransform(np.zeros(shape, np.float32), unit.copy(), unit.copy(), variance)
+    weights = np.ones(shape[:2], np.float32)
+    return KeyTransform(np.zeros(shape, np.float32), unit.copy(), unit.copy(), variance, weights)
 
 
 def save(path: Path, moments: Moments, keys: KeyTransform, about: About) -> None:

@@ -88,7 +88,9 @@ def calibrate(
 def observe_model(model: PreTrainedModel, texts: list[Named]) -> tuple[Moments, KeyTransform, About]:
     """Moments of the model on the texts, the state of digests, and what they are of; tells what it does."""
     from tierkv import model_support
-    from tierkv.calibration import observe
+    from tierkv.calibration import RECENT, SINKS, observe
+    from tierkv.head_weights import head_weights
+    from tierkv.prefetch.digest_settings import DEFAULT_BYTES
     from tierkv.prefetch.transform import KeySums, solve
     from tierkv.quant.moments import About
     from tierkv.study.memdecay.cli import progress
@@ -107,12 +109,17 @@ def observe_model(model: PreTrainedModel, texts: list[Named]) -> tuple[Moments, 
             told=lambda number: told(number, len(texts), texts[number].name),
             pages=pages,
         )
+    with progress() as told:
+        keys = head_weights(
+            model, [text.tokens for text in texts], solve(pages, moments.query_second), DEFAULT_BYTES, SINKS, RECENT,
+            lambda number: told(number, len(texts), f"heads: {texts[number].name}"),
+        )  # fmt: skip
     seconds, plural = time.perf_counter() - begun, "s" if len(texts) > 1 else ""
     print(
         f"{about.model_id}: {about.layers} layers, {about.kv_heads} KV heads of {about.head_dim}, {about.dtype}\n"
         f"{len(texts)} text{plural}, {tokens:,} tokens in {seconds:.0f} s"
     )
-    return moments, solve(pages, moments.query_second), about
+    return moments, keys, about
 
 
 def default_file(model_id: str) -> Path:

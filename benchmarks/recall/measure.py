@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from tierkv.attention.reference_cold import shares_of
 from tierkv.benchmarks.recall.recorded import Recorded
 from tierkv.geometry import PAGE_TOKENS
 from tierkv.prefetch.estimators import Estimator
+from tierkv.prefetch.opinions import Opinions
 from tierkv.prefetch.transform import Sample
 
 SINK_TOKENS, RECENT_TOKENS = PAGE_TOKENS, 64
@@ -159,28 +159,17 @@ def of_groups(shares: torch.Tensor, heads: int) -> torch.Tensor:
     return shares.reshape(len(shares), heads, -1, *shares.shape[2:]).mean(2)
 
 
-ROUNDS = 2000
-"""Of multiplicative updates."""
-
-
 def learned(given: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Weights `[L, H]`, not negative, by which estimated shares come closest to the true mean over heads and layers, in
-    squares over pages and queries: multiplicative updates (Lee and Seung 2000).
+    """Weights `[L, H]` (`tierkv.prefetch.opinions`).
 
     Args:
         given: of each text estimated shares `[L, H, N, pages]`, as of `of_groups`, and true ones `[L, Q, N, pages]`.
     """
     heads = given[0][0].shape[:2]
-    size = math.prod(heads)
-    gram, wanted = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+    opinions = Opinions(math.prod(heads))
     for estimated, true in given:
-        flat = estimated.reshape(size, -1).double()
-        gram += flat @ flat.T
-        wanted += flat @ mean(true).flatten().double()
-    weights = torch.full((size,), 1 / size, dtype=torch.float64)
-    for _ in range(ROUNDS):
-        weights *= wanted / (gram @ weights).clamp(min=np.finfo(np.float64).tiny)
-    return weights.float().reshape(heads)
+        opinions.add(estimated.flatten(0, 1).flatten(1).numpy(), mean(true).flatten().numpy())
+    return torch.from_numpy(opinions.weights()).float().reshape(heads)
 
 
 def with_offsets(log_masses: torch.Tensor, recorded: Recorded, cold: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,14 @@ class Both:
             np.concatenate([np.arange(0), *spans]).astype(np.int64),
         )
 
+    def opinion(self, share: torch.Tensor, layer: int) -> torch.Tensor:
+        """What a layer's heads think of cold pages, `[cold pages]`, from shares `[q_heads, cold pages]`."""
+        digests = self.case.view.digests
+        assert digests is not None
+        weights = digests.weights[layer - digests.shape.first_layer]
+        each = share.reshape(len(weights), -1, share.shape[-1]).mean(1)  # [kv_heads, cold pages]
+        return (each * torch.from_numpy(weights).double()[:, None]).sum(0) / len(weights)
+
     @staticmethod
     def logits(query: torch.Tensor, part: Part, scale: float, softcap: float = 0.0) -> torch.Tensor:
         """`[q_heads, tokens]` of a query `[q_heads, head_dim]`."""
@@ -232,6 +240,7 @@ def digests_of(digest: str, host: Case, layers: int) -> Digests:
         sums.append(KeySums(shape[1], shape[3], shape[4]))
         sums[-1].add(mine, counts)
     state = solve(sums, np.broadcast_to(np.eye(shape[4]), (*shape[:2], shape[4], shape[4])))
+    state = state._replace(weights=np.random.default_rng(5).random(shape[:2], np.float32))
     form = TransformForm(int(digest.partition("-")[2]))
     return form.of(geometry, layers, flat_state(state))
 
@@ -311,7 +320,7 @@ def check_decode(
             hbm_log = softmax(with_sinks(hbm_logits, sinks))[1]
             estimates, share = shares(both, query[row], hbm_log, row, layer, scale, softcap)
             digested = layer >= geometry.num_layers - both.layers
-            expected = share.mean(0) if digested else torch.zeros(count)
+            expected = both.opinion(share, layer) if digested else torch.zeros(count)
             np.testing.assert_allclose(seen.estimates[far], expected, **MASS_ROUNDED)
             wanted = share.reshape(heads, ratio, count).sum(1)
             told = (estimates > -math.inf).reshape(heads, ratio, count).any(1)
@@ -397,7 +406,7 @@ def check_prefill(
                 wanted += share.reshape(heads, ratio, count).sum(1)
                 told |= (estimates > -math.inf).reshape(heads, ratio, count).any(1)
         np.testing.assert_allclose(
-            seen.estimates, share.mean(0) if digested else np.zeros(count), **MASS_ROUNDED
+            seen.estimates, both.opinion(share, layer) if digested else np.zeros(count), **MASS_ROUNDED
         )
         named = sorted(
             {page for head in range(heads) for page in tops(wanted[head], told[head], both.cold.read)}

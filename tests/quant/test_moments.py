@@ -68,6 +68,7 @@ def test_a_file_gives_back_how_keys_are_transformed(tmp_path: Path) -> None:
         (KEYS._replace(variance=KEYS.variance[:, :, :8]), "pages_variance is float32 of shape"),
         (KEYS._replace(axes=KEYS.axes.astype(np.float64)), "pages_axes is float64"),
         (KEYS._replace(mean=np.full_like(KEYS.mean, np.nan)), "pages_mean holds NaN"),
+        (KEYS._replace(weights=KEYS.weights - 2), "weights holds one below 0"),
         (KEYS._replace(variance=0 * KEYS.variance), "a variance that is 0|not above 0"),
     ],
 )

@@ -114,7 +114,8 @@ def look(
             query, *where, *asking, scratch.floats("decoded", thread_count(), 2, dim), estimates, wanted
         )
     choose_pages(
-        cold.pages.row_starts, geometry.num_kv_heads, log_sum_exp, queries, cold.read,
+        cold.pages.row_starts, geometry.num_kv_heads, digests.weights[layer - first_layer],
+        log_sum_exp, queries, cold.read,
         estimates, scratch.floats("shares", columns, count), wanted,
         NOTHING if seen is None else array_of(seen.estimates), chosen, starts,
     )  # fmt: skip

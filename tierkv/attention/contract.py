@@ -119,7 +119,8 @@ class Cold(NamedTuple):
 
 
 class ColdSeen(NamedTuple):
-    """Sums to which a call adds what it saw of the cold pages; averages over query heads.
+    """Sums to which a call adds what it saw of the cold pages; averages over query heads, which count as much as
+    `Digests.weights` says in estimates.
 
     `true` and `attended` make the call an audit: it computes the logits of every cold page from host memory.
     """

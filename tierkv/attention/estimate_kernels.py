@@ -180,16 +180,17 @@ def estimate_deviations(
 
 @kernel()
 def choose_pages(
-    row_starts: NDArray[np.int64], kv_heads: int, log_sum_exp: Floats, queries: int, read: int,
+    row_starts: NDArray[np.int64], kv_heads: int, weights: Floats, log_sum_exp: Floats, queries: int, read: int,
     estimates: Floats, shares: Floats, wanted: Floats,
     seen: Floats, chosen: NDArray[np.int64], chosen_starts: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """What estimates add to `seen`, and the pages that each row and KV head reads.
 
     Args:
+        weights: `[kv_heads]`, how much a KV head's opinion counts in `seen`.
         queries: columns of one query head.
         read: pages that a KV head chooses at most.
-        seen: `[pages]`, gets the last query's share averaged over query heads added; or empty.
+        seen: `[pages]`, gets the last query's share, weighted and averaged over query heads, added; or empty.
         chosen: `[rows * kv_heads * read]`, gets pages; pair `row * kv_heads + head` has `chosen_starts[pair] ..`.
         chosen_starts: `[rows * kv_heads + 1]`.
     """
@@ -201,7 +202,8 @@ def choose_pages(
             share(estimates[c, mine], log_sum_exp[row, c], shares[c, mine])
             add_row(shares[c, mine], ONE, wanted[c // group, mine])
             if seen.shape[0] > 0 and c % queries == queries - 1:
-                add_row(shares[c, mine], np.float32(queries) / np.float32(columns), seen[mine])
+                part = weights[c // group] * np.float32(queries) / np.float32(columns)
+                add_row(shares[c, mine], part, seen[mine])
         for head in range(kv_heads):
             chosen_starts[row * kv_heads + head] = taken
             if read > 0:

@@ -21,7 +21,7 @@ from tierkv.attention.contract import (
     Scale,
     Sums,
 )
-from tierkv.attention.reference_cold import estimates_of, pages_read, shares_of
+from tierkv.attention.reference_cold import estimates_of, pages_read, shares_of, weighted_mean
 from tierkv.attention.sums import ArraySums, array_of
 from tierkv.table import Kind
 
@@ -124,7 +124,7 @@ def _attend(
         estimates = estimates_of(query[:, asking], pool, cold.pages, range(first, last), layer, scale)
         shares = shares_of(estimates, _log_sum_exp(logits[:, asking], sinks))
         if seen is not None:
-            array_of(seen.estimates)[first:last] += shares[:, -1].mean(0).float().numpy()
+            array_of(seen.estimates)[first:last] += weighted_mean(shares[:, -1], pool, layer).float().numpy()
         if cold.read != READ_ALL:
             read = pages_read(estimates, shares, keys.shape[0], cold.read, together)
     if cold.read == READ_ALL:

@@ -34,6 +34,15 @@ def shares_of(estimates: torch.Tensor, log_sum_exp: torch.Tensor) -> torch.Tenso
     return torch.exp(estimates - joint).masked_fill(estimates.isneginf(), 0.0)
 
 
+def weighted_mean(shares: torch.Tensor, pool: PoolView, layer: int) -> torch.Tensor:
+    """`[pages]` from `[q_heads, pages]`, as much of each head as its KV head's opinion counts."""
+    digests = pool.digests
+    assert digests is not None
+    weights = torch.from_numpy(digests.weights[layer - digests.shape.first_layer])
+    group = len(shares) // len(weights)
+    return (shares * weights.repeat_interleave(group).unsqueeze(-1)).mean(0)
+
+
 def pages_read(
     estimates: torch.Tensor, shares: torch.Tensor, kv_heads: int, count: int, together: bool
 ) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from tierkv.attention.triton_decode import (
 from tierkv.attention.triton_estimates import estimate_deviations
 from tierkv.attention.triton_forms import Forms, bytes_of
 from tierkv.attention.triton_transform import estimate_by_transform
+from tierkv.prefetch.digests import Digests
 from tierkv.prefetch.transform_digests import TransformDigests
 from tierkv.table import Kind
 from tierkv.triton_setup import next_power_of_two
@@ -101,6 +103,8 @@ def look(
     if layer < first_layer or not len(cold.offsets) or not (chooses or seen is not None):
         return None
     estimates = _estimates(query, pool, cold, layer, scale)
+    assert pool.digests is not None
+    weights = _weights_of(pool.digests, query.device)[layer - first_layer].unsqueeze(-1)
     columns, heads, rows = query.shape[1], geometry.num_kv_heads, len(query)
     width = cold.width if chooses else 0
     choice = Choice(
@@ -114,7 +118,8 @@ def look(
         joint = torch.cat([log_sum_exp[row].unsqueeze(-1), mine], -1)
         shares = torch.softmax(joint, -1)[:, 1:].nan_to_num(0.0)  # NaN: nothing in HBM, and nothing known
         if seen is not None:
-            sum_of(seen.estimates)[first:last] += shares.view(-1, queries, last - first)[:, -1].mean(0)
+            asking = shares.view(heads, columns // heads // queries, queries, last - first)[:, :, -1]
+            sum_of(seen.estimates)[first:last] += (asking.mean(1) * weights).mean(0)
         if not chooses:
             continue
         told = ~mine.isneginf().view(heads, columns // heads, -1).all(1)
@@ -123,6 +128,17 @@ def look(
         choice.pages[row, :, : order.shape[1]] = order + first
         choice.valid[row, :, : order.shape[1]] = told.gather(1, order)
     return choice if chooses else None
+
+
+_weights: WeakKeyDictionary[Digests, dict[torch.device, torch.Tensor]] = WeakKeyDictionary()
+
+
+def _weights_of(digests: Digests, device: torch.device) -> torch.Tensor:
+    """Moved once to a device."""
+    moved = _weights.setdefault(digests, {})
+    if device not in moved:
+        moved[device] = torch.tensor(digests.weights, device=device)
+    return moved[device]
 
 
 def _estimates(
