@@ -83,8 +83,8 @@ class Both:
         digests = self.case.view.digests
         assert digests is not None
         weights = digests.weights[layer - digests.shape.first_layer]
-        each = share.reshape(len(weights), -1, share.shape[-1]).mean(1)  # [kv_heads, cold pages]
-        return (each * torch.from_numpy(weights).double()[:, None]).sum(0) / len(weights)
+        of_head = torch.from_numpy(np.repeat(weights, len(share) // len(weights))).double()
+        return (share * of_head[:, None]).sum(0) / len(share)
 
     @staticmethod
     def logits(query: torch.Tensor, part: Part, scale: float, softcap: float = 0.0) -> torch.Tensor:
