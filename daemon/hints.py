@@ -18,6 +18,7 @@ from tierkv.daemon.returns import Returns
 from tierkv.daemon.scoring import Slots
 from tierkv.daemon.sessions import Session
 from tierkv.daemon.state import State
+from tierkv.daemon.working import RETURN_MASS, WORKING_MASS, most_attended
 from tierkv.errors import OutOfCapacity, RequestError
 from tierkv.hint_messages import AgentHint, DependsOn, Pause, Prefetch, Resume, Retain, Supersede
 from tierkv.table import Kind
@@ -89,17 +90,28 @@ class Hints:
                 until = state.now
         before = state.absent.get(session.id)
         if before is not None:  # told anew: what it had when it stopped is what it needs
-            slots = before.pages
+            slots, working = before.pages, before.working
         else:
-            slots = session.pages.view[pages.kind[session.pages.view] != Kind.NONE]
-            slots = slots[np.lexsort((-pages.score[slots], -pages.mass[slots]))]
+            slots, working = self._working(session)
         known = "hinted" if seconds >= 0 else "learned" if self.durations.knows(tool) else "unknown"
         duration = self.durations.expect(tool, seconds)
-        absence = Absence(state.now, tool, seconds, known, duration, slots, until)
+        absence = Absence(state.now, tool, seconds, known, duration, slots, working, until)
         state.absent[session.id] = absence
         absence.look(state.now)
         session.stale = True
         state.mark_absence(session)
+
+    def _working(self, session: Session) -> tuple[Slots, int]:
+        """Pages that come back before the session resumes, and how many of them are its working set. Of a session that
+        was never observed, what is attendable.
+        """
+        pages = self._state.pages
+        slots = session.pages.view[~self._state.is_lost(session.pages.view)]
+        found = slots[most_attended(pages.mass[slots], RETURN_MASS)]
+        if len(found):
+            return found, len(most_attended(pages.mass[slots], WORKING_MASS))
+        there = slots[pages.kind[slots] != Kind.NONE]
+        return there[np.argsort(-pages.score[there], kind="stable")], len(there)
 
     def stepped(self, session: Session) -> None:
         """The session runs (again)."""
@@ -108,7 +120,7 @@ class Hints:
         if absence is None:
             return
         self.durations.saw(absence.tool, absence.hinted, state.now - absence.since)
-        late = bool(np.any(pages.kind[absence.pages] == Kind.NONE))
+        late = bool(np.any(pages.kind[absence.pages[: absence.working]] == Kind.NONE))
         session.resumes["late" if late else "ready"] += 1
         state.counters.resumes["late" if late else "ready", absence.known] += 1
         session.stale, session.active_at = True, state.now

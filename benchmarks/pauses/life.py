@@ -21,7 +21,7 @@ from tierkv.table import NOWHERE, Kind
 GEOMETRY = Geometry(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_tokens=16)
 """Llama 3 8B's."""
 
-STEP_SECONDS, STEP_TOKENS = 1.0, 16
+STEP_SECONDS, STEP_TOKENS = 2.0, 16
 """Between commits, and tokens of each: whole pages, so that no page of a paused session is open."""
 
 TOOL_TOKENS = 32
@@ -30,7 +30,7 @@ TOOL_TOKENS = 32
 PROMPT_CHUNK = 8
 """Pages that are reserved at once."""
 
-RETRY_SECONDS = 0.01
+RETRY_SECONDS = 0.05
 """After backpressure."""
 
 LOOK_SECONDS = 0.01
