@@ -44,10 +44,10 @@ class Absence:
     near: bool = False
     """It may resume any moment: its pages are back, or on their way, and give way as those of a session that runs."""
 
-    def is_near(self, now: float, ahead: float) -> bool:
-        """Whether it may resume within `ahead` seconds, or is overdue by less than what can be expected."""
+    def approach(self, now: float, ahead: float) -> None:
+        """Work out `near`: from `ahead` seconds before the first resumes that can be expected to the last ones."""
         early, late = (self.since + self.duration.remaining(0.0, share) for share in (EARLY, LATE))
-        return self.expected and early - ahead <= now <= late
+        self.near = self.expected and now <= late and (self.near or early - ahead <= now)
 
     def look(self, now: float) -> None:
         """Work out when the session comes back, given that it has not come yet."""

@@ -253,7 +253,7 @@ class Recall:
             & (pages.ladder[ready] == Ladder.TIERED)
             & (pages.guard[ready] == Guard.NONE)
             & (pages.host[ready] != NOWHERE)
-            & ((pages.mass[ready] < mass) | self._scores.away(ready))
+            & ((self._scores.worth(ready) < mass) | self._scores.away(ready))
         ]
         worth = self._scores.worth(ready)
         order = np.lexsort((worth, self._scores.wanted(ready), ~self._scores.away(ready)))

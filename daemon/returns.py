@@ -78,7 +78,7 @@ class Returns:
         for number, absence in state.absent.items():
             session, before = state.sessions[number], (absence.back_at, absence.near)
             absence.look(now)
-            absence.near = absence.is_near(now, LEAST_MARGIN_SECONDS + self._seconds(absence))
+            absence.approach(now, LEAST_MARGIN_SECONDS + self._seconds(absence))
             if (absence.back_at, absence.near) != before:
                 state.mark_absence(session)
                 session.stale |= absence.near != before[1]
@@ -216,9 +216,10 @@ class Returns:
         slots = [slot for slot in want.slots if not pages.goal[slot]]
         ready = ready[pages.score[ready] <= pages.score[slots].max(initial=0.0)]
         leaving = ready[np.argsort(pages.mass[ready], kind="stable")].tolist()
+        worth = self._scores.worth(np.array(slots, np.int64)).tolist()
         sent = 0
-        for victim, slot in list(zip(leaving, slots, strict=False))[:lacking]:
-            if self._moves.full() or pages.mass[slot] <= HYSTERESIS * pages.mass[victim]:
+        for victim, gets in list(zip(leaving, worth, strict=False))[:lacking]:
+            if self._moves.full() or gets <= HYSTERESIS * pages.mass[victim]:
                 break
             sent += self._moves.demote(victim, Goal.HOST, want.reason)
         return sent

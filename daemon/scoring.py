@@ -148,8 +148,8 @@ class Scores:
     def worth(self, slots: Slots) -> Floats:
         """Attention that pages get now; of a paused session's, what it is worth that they will get it later."""
         pages = self._state.pages
-        wait = np.where(self.away(slots), pages.back_at[slots] - self._state.now, 0.0)
-        worth: Floats = pages.mass[slots] * (HORIZON / (HORIZON + np.maximum(0.0, wait))).astype(np.float32)
+        wait = np.maximum(0.0, pages.back_at[slots] - self._state.now)
+        worth: Floats = pages.mass[slots] * (HORIZON / (HORIZON + wait)).astype(np.float32)
         return worth
 
     def coldest_first(self, slots: Slots) -> Iterator[int]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 WORKING_MASS = 0.9
 """Share of attention that a working set holds: what a resume must find to be ready."""
 
-RETURN_MASS = 0.95
+RETURN_MASS = 0.92
 """Share that what comes back before a resume holds: observations vary, and which pages are the last ones with them."""
 
 

@@ -15,11 +15,11 @@ Shares = NDArray[np.float32]
 WORKING_MASS = 0.9
 """Share of attention that a working set holds."""
 
-ZIPF = 1.1
-"""Exponent of attention over pages by rank: nine tenths of it then lie on two fifths of a hundred pages. Of recorded
-contexts it is 30 to 60% (what a choice of the best pages attends at 5 and 10% of the bytes, `tierkv bench recall`)."""
+ZIPF = 1.3
+"""Exponent of attention over pages by rank: nine tenths of it then lie on some three tenths of the pages. Of recorded
+contexts of a few thousand tokens it is 30% (tau-airline) to 60% (`tierkv bench recall`: what the best pages hold)."""
 
-NOISE = 0.2
+NOISE = 0.1
 """Standard deviation of a page's log-share from one observation to the next."""
 
 DRIFT = 0.05

@@ -17,7 +17,13 @@ from tierkv.quant import get
 
 CODEC = "k3v2"
 DIGEST_SHARE, LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.02, 0.04
+DIGEST_LAYERS = 8
+"""Of 32: so that digests of all cold pages find room."""
+
 SINK_TOKENS, RECENT_TOKENS = 16, 16
+IN_TRANSIT = 2
+"""Exact pages of a session that runs besides: one that is written, one that becomes low-bit."""
+
 START_SECONDS = 0.3
 """Between the first prompts of two sessions."""
 
@@ -42,7 +48,7 @@ def hbm_bytes(scale: Scale, exact: bool) -> int:
     """
     frame, packed = aligned(GEOMETRY.page_bytes), aligned(get(CODEC).page_bytes(GEOMETRY))
     pages = sum(scale.pages) / 2
-    guarded = (SINK_TOKENS + RECENT_TOKENS) / GEOMETRY.page_tokens
+    guarded = (SINK_TOKENS + RECENT_TOKENS) / GEOMETRY.page_tokens + IN_TRANSIT
     session = pages * frame if exact else guarded * frame + (pages - guarded) * frame / (frame // packed)
     return int(scale.fits * session / (1 - DIGEST_SHARE - LOW_WATERMARK)) // frame * frame
 
@@ -69,6 +75,7 @@ def simulate(scale: Scale, arm: str, exact: bool = False) -> tuple[Shell, list[A
             sink_tokens=SINK_TOKENS,
             recent_tokens=RECENT_TOKENS,
             digest_share=DIGEST_SHARE,
+            digest_layers=DIGEST_LAYERS,
             pins=(),
             log_events=1,
         )
