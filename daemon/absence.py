@@ -22,7 +22,7 @@ class Absence:
 
     Attributes:
         tool, hinted: as the caller said; `hinted` is negative where it did not say how long.
-        known: what `duration` comes from: `hinted`, `learned` or `unknown`.
+        known: what `duration` comes from: `hinted`, `learned`, `unknown` or `predicted`.
         pages: slots of what comes back before it resumes, those with most mass first.
         working: how many of them are the working set: what makes a resume `ready`.
         until: when the session is not expected back any more.

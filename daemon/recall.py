@@ -291,10 +291,6 @@ class Recall:
         worth = dict(zip(settled, self._scores.worth(np.array(settled, np.int64)).tolist(), strict=True))
         leaving = sorted(settled, key=worth.__getitem__)
         for victim, page in list(zip(leaving, coming.tolist(), strict=False))[:SWAPS_A_TICK]:
-            if (
-                pages.goal[victim]
-                or self._moves.full()
-                or pages.mass[page] <= HYSTERESIS * worth[victim]
-            ):
+            if pages.goal[victim] or self._moves.full() or pages.mass[page] <= HYSTERESIS * worth[victim]:
                 break
             self._moves.demote(victim, Goal.HOST, "recall")

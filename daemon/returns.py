@@ -212,7 +212,9 @@ class Returns:
         """
         pages = self._state.pages
         ready = self._may_leave(pages.slots(), model)
-        ready = ready[(pages.kind[ready] == Kind.QUANTIZED) & ~self._scores.wanted(ready) & ~pages.held[ready]]
+        ready = ready[
+            (pages.kind[ready] == Kind.QUANTIZED) & ~self._scores.wanted(ready) & ~pages.held[ready]
+        ]
         slots = [slot for slot in want.slots if not pages.goal[slot]]
         ready = ready[pages.score[ready] <= pages.score[slots].max(initial=0.0)]
         leaving = ready[np.argsort(pages.mass[ready], kind="stable")].tolist()

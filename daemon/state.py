@@ -50,7 +50,8 @@ class BrainConfig:
     `policy` is a name, or the policy itself where its settings are not the defaults. `digest_share` is the fraction of
     HBM that digests of cold pages may take (0: none are made), `digest_layers` how many of a page's last layers they
     describe (0: all). `promotion_batch`: bytes that are read for promotions at a time (`moves.BATCHES` in flight).
-    `retain_most` is how many seconds a hint may keep pages from leaving HBM.
+    `retain_most` is how many seconds a hint may keep pages from leaving HBM. `predict`: silent sessions are taken for
+    paused.
     """
 
     hbm_bytes: int
@@ -78,6 +79,7 @@ class BrainConfig:
     move_bandwidth: int = 0
     promotion_batch: int = 8 << 20
     retain_most: float = 600.0
+    predict: bool = False
     log_events: int = 10_000
 
 

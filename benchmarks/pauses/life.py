@@ -33,6 +33,10 @@ PROMPT_CHUNK = 8
 RETRY_SECONDS = 0.05
 """After backpressure."""
 
+READY = 0.95
+"""Share of its working set's attention with which a session is ready: the last pages of a set differ from one
+observation to the next."""
+
 LOOK_SECONDS = 0.01
 """Between looks whether a working set is there."""
 
@@ -50,17 +54,23 @@ class Resumed:
     """How a session found its working set.
 
     Attributes:
-        pages, mass: shares of the set's pages, and of the attention to all pages, that were attendable.
+        pages, held: share of the set's pages that were attendable, and of its attention.
+        mass: share of all attention that was on attendable pages.
         seconds: until the set was, from the resume on; until the next pause where it was never.
     """
 
     at: float
     pages: float
+    held: float
     mass: float
     seconds: float = 0.0
 
     @property
     def ready(self) -> bool:
+        return self.held >= READY
+
+    @property
+    def whole(self) -> bool:
         return self.pages == 1.0
 
 
@@ -124,16 +134,18 @@ class Agent:
         yield turn.pause
         there = state.pages.kind[self._session.pages.view] != Kind.NONE
         found = state.pages.kind[working] != Kind.NONE
-        resumed = Resumed(shell.now, float(found.mean()), float(mass[there].sum()))
+        weights = mass[working_set(mass)]
+        attention = float((weights * found).sum() / weights.sum()), float(mass[there].sum())
+        resumed = Resumed(shell.now, float(found.mean()), *attention)
         self.resumed.append(resumed)
         self.running = True
         self.reader.drift()
-        if not resumed.ready:
-            shell.live(self._wait_for(working, resumed))
+        if not resumed.whole:
+            shell.live(self._wait_for(working, weights, resumed))
 
-    def _wait_for(self, working: NDArray[np.int64], resumed: Resumed) -> Life:
+    def _wait_for(self, working: NDArray[np.int64], weights: NDArray[np.float32], resumed: Resumed) -> Life:
         pages = self.shell.brain.state.pages
-        while self.running and np.any(pages.kind[working] == Kind.NONE):
+        while self.running and float(weights[pages.kind[working] != Kind.NONE].sum()) < READY * weights.sum():
             resumed.seconds = self.shell.now - resumed.at
             yield LOOK_SECONDS
 

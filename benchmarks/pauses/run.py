@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
 
@@ -77,6 +76,7 @@ def simulate(scale: Scale, arm: str, exact: bool = False) -> tuple[Shell, list[A
             digest_share=DIGEST_SHARE,
             digest_layers=DIGEST_LAYERS,
             pins=(),
+            predict=arm == "predicted",
             log_events=1,
         )
     )
