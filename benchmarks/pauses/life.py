@@ -60,6 +60,8 @@ class Resumed:
     """
 
     at: float
+    tool: str
+    set_share: float
     pages: float
     held: float
     mass: float
@@ -88,6 +90,9 @@ class Agent:
     resumed: list[Resumed] = field(default_factory=list)
     attended: list[tuple[float, float]] = field(default_factory=list)
     """When an observation was made, and the share of attention that was on attendable pages."""
+
+    pauses: list[tuple[float, Turn]] = field(default_factory=list)
+    """When each began."""
 
     running: bool = True
     session: int = 0
@@ -129,6 +134,7 @@ class Agent:
         mass = seen / seen.sum()
         working = self._session.pages.view[working_set(mass)]
         self.running = False
+        self.pauses.append((shell.now, turn))
         if (hint := self.hint(turn)) is not None:
             shell.ask(events.Hinted, self.session, hint, None)
         yield turn.pause
@@ -136,7 +142,7 @@ class Agent:
         found = state.pages.kind[working] != Kind.NONE
         weights = mass[working_set(mass)]
         attention = float((weights * found).sum() / weights.sum()), float(mass[there].sum())
-        resumed = Resumed(shell.now, float(found.mean()), *attention)
+        resumed = Resumed(shell.now, turn.tool, len(working) / len(mass), float(found.mean()), *attention)
         self.resumed.append(resumed)
         self.running = True
         self.reader.drift()

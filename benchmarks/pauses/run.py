@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
 from tierkv.benchmarks.pauses.agents import Reader, Turn, turns
+from tierkv.benchmarks.pauses.bound import EXPECTED, ready
 from tierkv.benchmarks.pauses.life import GEOMETRY, Agent
+from tierkv.benchmarks.pauses.records import Record
 from tierkv.benchmarks.pauses.shell import Shell
 from tierkv.daemon.allocator import aligned
 from tierkv.daemon.state import BrainConfig
+from tierkv.errors import ConfigError
 from tierkv.hint_messages import Pause
 from tierkv.quant import get
 
@@ -23,8 +28,25 @@ SINK_TOKENS, RECENT_TOKENS = 16, 16
 IN_TRANSIT = 2
 """Exact pages of a session that runs besides: one that is written, one that becomes low-bit."""
 
+SAMPLE_SECONDS = 1.0
+FRAME_PAGES = 6
+"""Low-bit pages that the frame of an exact one holds."""
+
 START_SECONDS = 0.3
 """Between the first prompts of two sessions."""
+
+
+ARMS = ("off", "predicted", "tool", "wrong", "exact")
+EXACT_ROOM = ("off", "wrong")
+"""Arms that also run with HBM for as many exact contexts."""
+
+
+def choose(names: Sequence[str]) -> list[str]:
+    """Those arms, or all. Raises `ConfigError` for one that does not exist."""
+    unknown = [name for name in names if name not in ARMS]
+    if unknown:
+        raise ConfigError(f"there is no arm {unknown[0]!r}; use one of {', '.join(ARMS)}")
+    return [arm for arm in ARMS if arm in names or not names]
 
 
 @dataclass(frozen=True)
@@ -34,8 +56,8 @@ class Scale:
     """Sessions that HBM holds."""
 
     pages: tuple[int, int] = (40, 60)
-    warm_up: float = 60.0
-    seconds: float = 300.0
+    warm_up: float = 50.0
+    seconds: float = 150.0
     """From the start on; what happens in the warm-up is not counted."""
 
     seed: int = 0
@@ -86,5 +108,39 @@ def simulate(scale: Scale, arm: str, exact: bool = False) -> tuple[Shell, list[A
         agent = Agent(shell, reader, turns(scale.seed, number), lambda turn: hint_of(arm, turn), scale.pages)
         agents.append(agent)
         shell.live(agent.live(number * START_SECONDS))
+
+    def sample() -> None:
+        paused = sum(agent.held for agent in agents if not agent.running)
+        running = sum(agent.running for agent in agents)
+        shell.samples.append((shell.now, running, paused / shell.brain.state.hbm.size))
+        shell.after(SAMPLE_SECONDS, sample)
+
+    sample()
     shell.run(scale.seconds)
     return shell, agents
+
+
+def run(scale: Scale, arm: str, exact: bool) -> Record:
+    """One arm in one room."""
+    shell, agents = simulate(scale, arm, exact)
+    resumed = [one for agent in agents for one in agent.resumed if one.at > scale.warm_up]
+    late = [one.seconds for one in resumed if not one.ready]
+    attended = [mass for agent in agents for at, mass in agent.attended if at > scale.warm_up]
+    samples = [sample for at, *sample in shell.samples if at > scale.warm_up]
+    running, held = (fmean(column) for column in zip(*samples, strict=True))
+    set_share = fmean(one.set_share for one in resumed)
+    counted = shell.brain.state.counters.resumes
+    tools = {name: [one.ready for one in resumed if one.tool == name] for name in EXPECTED}
+    bounded = None
+    if arm in ("wrong", "tool"):
+        pauses = [pause for agent in agents for pause in agent.pauses]
+        sets = scale.fits * (1.0 if not exact else FRAME_PAGES) / set_share
+        bounded = ready(arm, pauses, [one.at for one in resumed], sets, running)
+    return Record(
+        arm, "exact" if exact else "low-bit", len(resumed), fmean(one.ready for one in resumed),
+        fmean(one.whole for one in resumed), bounded, fmean(one.held for one in resumed),
+        fmean(one.mass for one in resumed), fmean(late) if late else 0.0, fmean(attended), held,
+        shell.returned_bytes / scale.seconds, set_share, running,
+        sum(n for (outcome, _), n in counted.items() if outcome == "ready") / counted.total() if counted else None,
+        {name: fmean(found) for name, found in tools.items() if found},
+    )  # fmt: skip

@@ -35,6 +35,9 @@ class Shell:
         self.now = 0.0
         self.returned_bytes = 0
         """Read from host memory to bring pages back."""
+        self.samples: list[tuple[float, float, float]] = []
+        """Time, sessions that run, and share of HBM that the others hold."""
+
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._requests = itertools.count(1)
