@@ -1,7 +1,12 @@
 """Pages come back before they are read: those of a paused session shortly before it resumes, and those that hints name.
 
-They come back as recalled pages do, low-bit. Room for them is free, or is made by pages of sessions that are expected
-much later, by exact pages that need not be exact, and by pages with much less attention; never by one that gets more.
+They come back as recalled pages do, low-bit. Room for them is free, or is made by pages of paused sessions that are not
+near, by exact pages that need not be exact, by pages with a lower score and much less attention than what wants in is
+worth (`Scores.worth`), and at last by what is held for sessions that are expected much later.
+
+What has come back for a session that is near is *held* until it resumes (`PageStore.held`): it gives way by its score
+at the pause, not before all others. And it is brought only while nobody asks for room: what pressure frees is not taken
+(docs/decisions/0011).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,7 +96,7 @@ class Reader:
     def shares(self) -> Shares:
         """`[pages]` of one observation."""
         weights = self._weights * np.exp(self.rng.normal(size=len(self._weights)) * NOISE)
-        return (weights / weights.sum()).astype(np.float32)
+        return np.asarray(weights / weights.sum(), np.float32)
 
     def _draw(self, pages: int) -> NDArray[np.float64]:
         ranks = self.rng.uniform(0.5, self.span + 0.5, pages)
@@ -109,17 +108,3 @@ def working_set(shares: Shares) -> NDArray[np.intp]:
     order = np.argsort(-shares, kind="stable")
     held = np.cumsum(shares[order], dtype=np.float64)
     return order[: int(np.searchsorted(held, WORKING_MASS * held[-1] - 1e-9)) + 1]
-
-
-def expected_set_share(pages: int) -> float:
-    """Share of the pages that a working set takes when no page has moved."""
-    ranks = np.arange(1, pages + 1)
-    return len(working_set((ranks**-ZIPF).astype(np.float32))) / pages
-
-
-def mean_pause() -> float:
-    return sum(tool.share * tool.median * math.exp(tool.spread**2 / 2) for tool in TOOLS)
-
-
-def mean_run() -> float:
-    return RUN_MEDIAN * math.exp(RUN_SPREAD**2 / 2)

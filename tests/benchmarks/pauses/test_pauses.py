@@ -55,7 +55,7 @@ def test_with_room_for_all_every_resume_is_ready_and_with_none_no_one() -> None:
 
 
 def test_an_arm_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'oracle'.*exact"):
+    with pytest.raises(ConfigError, match=r"'oracle'.*exact"):
         choose(["oracle"])
 
 
