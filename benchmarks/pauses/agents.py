@@ -15,7 +15,7 @@ WORKING_MASS = 0.9
 """Share of attention that a working set holds."""
 
 ZIPF = 1.3
-"""Exponent of attention over pages by rank: nine tenths of it then lie on some three tenths of the pages. Of recorded
+"""Exponent of attention over pages by rank: nine tenths of it then lie on a half of the pages or less. Of recorded
 contexts of a few thousand tokens it is 30% (tau-airline) to 60% (`tierkv bench recall`: what the best pages hold)."""
 
 NOISE = 0.1
