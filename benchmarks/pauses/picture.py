@@ -11,9 +11,9 @@ from tierkv.benchmarks.quant.frontier import DPI, FAINT, INK, LINE, OURS, PEER
 TARGET = 0.9
 LABELS = {
     "off": "no hints",
-    "predicted": "no hints,\nsilence predicted",
-    "tool": "tool's name,\ndurations learned",
-    "wrong": "durations wrong\nby a factor ($\\sigma$ .5)",
+    "predicted": "no hints,\npredicted",
+    "tool": "tool's name,\nlearned",
+    "wrong": "durations,\nwrong ($\\sigma$ .5)",
     "exact": "durations",
 }
 
@@ -34,9 +34,8 @@ def draw(records: Sequence[Record], file: Path) -> None:
     colors = [PEER if one.arm in ("off", "predicted") else OURS for one in own]
     for place, one, color in zip(places, own, colors, strict=True):
         arms.bar(place, one.ready, 0.62, color=color)
-        arms.annotate(
-            f"{one.ready:.0%}", (place, one.ready), (0, 4), textcoords="offset points", ha="center", color=INK
-        )
+        top = (place, max(one.ready, one.bound or 0.0))
+        arms.annotate(f"{one.ready:.0%}", top, (0, 4), textcoords="offset points", ha="center", color=INK)
         if one.bound is not None:
             arms.plot([place - 0.31, place + 0.31], [one.bound] * 2, color=INK, linewidth=1.5)
     arms.axhline(TARGET, color=LINE, linewidth=1, linestyle="--")

@@ -21,8 +21,8 @@ def render(records: Sequence[Record]) -> Group:
 def _room(records: Sequence[Record], room: str) -> Table:
     own = [record for record in records if record.room == room]
     table = plain_table(
-        f"HBM for a quarter of the sessions, {room}; {own[0].running:.0f} run on average, {own[0].resumes} resumes; a working "
-        f"set is {own[0].set_share:.0%} of a session's pages"
+        f"HBM for a quarter of the sessions, {room}; {own[0].running:.0f} run on average, {own[0].resumes} resumes; a "
+        f"working set is {own[0].set_share:.0%} of a session's pages"
     )
     names = ("ready", "all pages", "bound", "of the set", "mass", "late s", "running", "paused hold", "GiB/s")
     for name in ("hints", *names):
