@@ -6,6 +6,7 @@ import typer
 
 from tierkv.benchmarks.attention.command import attention
 from tierkv.benchmarks.decode.command import decode
+from tierkv.benchmarks.pauses.command import pauses
 from tierkv.benchmarks.quant.command import facts, quant
 from tierkv.benchmarks.recall.command import recall
 
@@ -16,3 +17,4 @@ app.command()(facts)
 app.command()(decode)
 app.command()(attention)
 app.command()(recall)
+app.command()(pauses)

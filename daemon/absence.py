@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from tierkv.daemon.durations import Duration
 
-EARLY = 0.1
-"""Of the resumes so many may come before the pages do, where there is room for them."""
+EARLY, LATE = 0.05, 0.99
+"""From this share of the expected resumes to that one a session is *near*."""
 
 FAR = 1.5
 """A page takes the place of one that is expected so many times later; else both would trade places for ever."""
@@ -22,8 +22,9 @@ class Absence:
 
     Attributes:
         tool, hinted: as the caller said; `hinted` is negative where it did not say how long.
-        known: what `duration` comes from: `hinted`, `learned` or `unknown`.
-        pages: slots of the pages that were attendable, those with most mass first.
+        known: what `duration` comes from: `hinted`, `learned`, `unknown` or `predicted`.
+        pages: slots of what comes back before it resumes, those with most mass first.
+        working: how many of them are the working set: what makes a resume `ready`.
         until: when the session is not expected back any more.
     """
 
@@ -33,19 +34,20 @@ class Absence:
     known: str
     duration: Duration
     pages: NDArray[np.int64]
+    working: int
     until: float = np.inf
     back_at: float = 0.0
     """Expected resume (median), as of `due`."""
     due: float = 0.0
     """When it is worked out again."""
 
-    try_at: float = 0.0
-    """Its pages are not brought back before, lest they come and go at every tick."""
+    near: bool = False
+    """It may resume any moment: its pages are back, or on their way, and give way as those of a session that runs."""
 
-    @property
-    def early_at(self) -> float:
-        """The earliest resume that is worth preparing for, as of the pause: seen later, it would move away for ever."""
-        return self.since + self.duration.remaining(0.0, EARLY)
+    def approach(self, now: float, ahead: float) -> None:
+        """Work out `near`: from `ahead` seconds before the first resumes that can be expected to the last ones."""
+        early, late = (self.since + self.duration.remaining(0.0, share) for share in (EARLY, LATE))
+        self.near = self.expected and now <= late and (self.near or early - ahead <= now)
 
     def look(self, now: float) -> None:
         """Work out when the session comes back, given that it has not come yet."""

@@ -482,7 +482,7 @@ class Brain:
         if not self.adoption.pending:
             late.back_up(state, self.moves)
             late.summarize(state, self.moves)
-            self.returns.tick()
+            self.hints.tick()
             self.promotion.tick()
 
 

@@ -161,6 +161,8 @@ class DaemonConfig(BaseSettings):
     compares none. It costs what encoding two more pages does."""
     move_bandwidth: Size = 0
     """Bytes a second that moves may take from decoding; 0 is unbounded."""
+    predict: bool = True
+    """Take a session that is silent for 3 s for paused, for as long as it usually is (callers give no hints)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="before")

@@ -51,7 +51,7 @@ UNKNOWN = Duration(2.0, 1.5)
 """Of a tool that nothing is known of: from .1 to 40 s nineteen times of twenty."""
 
 
-class _Running:
+class Running:
     """Mean and spread of logarithms, in which old ones fade and outliers are clipped."""
 
     def __init__(self, mean: float, spread: float) -> None:
@@ -71,34 +71,34 @@ class Durations:
     """What pauses of each tool have taken, and by what factor callers' own estimates are wrong."""
 
     def __init__(self) -> None:
-        self._tools: OrderedDict[str, _Running] = OrderedDict()
-        self._hints = _Running(0.0, 0.5)
+        self._tools: OrderedDict[str, Running] = OrderedDict()
+        self._hints = Running(0.0, 0.5)
 
     def expect(self, tool: str, seconds: float) -> Duration:
         """Of a pause for `tool` that the caller expects to take `seconds` (negative: it does not say)."""
         if seconds >= 0:
-            hint = _within(seconds)
-            return Duration(_within(hint * math.exp(self._hints.mean)), self._hints.spread)
+            hint = within(seconds)
+            return Duration(within(hint * math.exp(self._hints.mean)), self._hints.spread)
         known = self._tools.get(tool)
-        return UNKNOWN if known is None else Duration(_within(math.exp(known.mean)), known.spread)
+        return UNKNOWN if known is None else Duration(within(math.exp(known.mean)), known.spread)
 
     def knows(self, tool: str) -> bool:
         return tool in self._tools
 
     def saw(self, tool: str, hinted: float, seconds: float) -> None:
         """A pause for `tool` took `seconds`; `hinted` is what the caller expected (negative: nothing)."""
-        taken = math.log(_within(seconds))
+        taken = math.log(within(seconds))
         if hinted >= 0:
-            self._hints.add(taken - math.log(_within(hinted)))
+            self._hints.add(taken - math.log(within(hinted)))
         if not tool:
             return
         if tool not in self._tools:
-            self._tools[tool] = _Running(taken, UNKNOWN.spread)
+            self._tools[tool] = Running(taken, UNKNOWN.spread)
             if len(self._tools) > MOST_TOOLS:
                 self._tools.popitem(last=False)
         self._tools.move_to_end(tool)
         self._tools[tool].add(taken)
 
 
-def _within(seconds: float) -> float:
+def within(seconds: float) -> float:
     return max(SHORTEST, min(LONGEST, seconds))

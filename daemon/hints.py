@@ -10,14 +10,16 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.daemon.absence import Absence
-from tierkv.daemon.durations import Durations
+from tierkv.daemon.durations import Duration, Durations
 from tierkv.daemon.events import Hinted
 from tierkv.daemon.pages import Guard
 from tierkv.daemon.pins import Pins
+from tierkv.daemon.prediction import SILENT_SECONDS, Silences
 from tierkv.daemon.returns import Returns
 from tierkv.daemon.scoring import Slots
 from tierkv.daemon.sessions import Session
 from tierkv.daemon.state import State
+from tierkv.daemon.working import RETURN_MASS, WORKING_MASS, most_attended
 from tierkv.errors import OutOfCapacity, RequestError
 from tierkv.hint_messages import AgentHint, DependsOn, Pause, Prefetch, Resume, Retain, Supersede
 from tierkv.table import Kind
@@ -32,6 +34,16 @@ class Hints:
         self._pins = pins
         self._returns = returns
         self.durations = Durations()
+        self.silences = Silences()
+
+    def tick(self) -> None:
+        """Time passed: silent sessions are taken for paused, where that is predicted, and some are about to resume."""
+        state = self._state
+        if state.config.predict:
+            for session in state.sessions.values():
+                if session.id not in state.absent and state.now - session.active_at > SILENT_SECONDS:
+                    self._leave(session, "", -1.0, "predicted", self.silences.expect(session.id), np.inf)
+        self._returns.tick()
 
     def take(self, event: Hinted) -> None:
         """Raises `RequestError` for tokens that the session does not have, `OutOfCapacity` past the quota of pins;
@@ -78,8 +90,7 @@ class Hints:
     # Pauses --------------------------------------------------------------------------------------------------
 
     def _pause(self, session: Session, seconds: float, tool: str, agent: AgentHint | None) -> None:
-        state, pages = self._state, self._state.pages
-        until = np.inf
+        state, until = self._state, np.inf
         if agent is not None:
             if seconds < 0 and agent.expected_tool_duration_ms > 0:
                 seconds = agent.expected_tool_duration_ms / 1000
@@ -87,19 +98,37 @@ class Hints:
                 until = state.now + agent.ttl
             if agent.reuse_hint == UNLIKELY:
                 until = state.now
+        known = "hinted" if seconds >= 0 else "learned" if self.durations.knows(tool) else "unknown"
+        self._leave(session, tool, seconds, known, self.durations.expect(tool, seconds), until)
+
+    def _leave(
+        self, session: Session, tool: str, seconds: float, known: str, duration: Duration, until: float
+    ) -> None:
+        """The session is paused from now on, or, where only its silence tells so, since its last step."""
+        state = self._state
         before = state.absent.get(session.id)
         if before is not None:  # told anew: what it had when it stopped is what it needs
-            slots = before.pages
+            slots, working = before.pages, before.working
         else:
-            slots = session.pages.view[pages.kind[session.pages.view] != Kind.NONE]
-            slots = slots[np.lexsort((-pages.score[slots], -pages.mass[slots]))]
-        known = "hinted" if seconds >= 0 else "learned" if self.durations.knows(tool) else "unknown"
-        duration = self.durations.expect(tool, seconds)
-        absence = Absence(state.now, tool, seconds, known, duration, slots, until)
+            slots, working = self._working(session)
+        since = session.active_at if known == "predicted" else state.now
+        absence = Absence(since, tool, seconds, known, duration, slots, working, until)
         state.absent[session.id] = absence
         absence.look(state.now)
         session.stale = True
         state.mark_absence(session)
+
+    def _working(self, session: Session) -> tuple[Slots, int]:
+        """Pages that come back before the session resumes, and how many of them are its working set. Of a session that
+        was never observed, what is attendable.
+        """
+        pages = self._state.pages
+        slots = session.pages.view[~self._state.is_lost(session.pages.view)]
+        found = slots[most_attended(pages.mass[slots], RETURN_MASS)]
+        if len(found):
+            return found, len(most_attended(pages.mass[slots], WORKING_MASS))
+        there = slots[pages.kind[slots] != Kind.NONE]
+        return there[np.argsort(-pages.score[there], kind="stable")], len(there)
 
     def stepped(self, session: Session) -> None:
         """The session runs (again)."""
@@ -107,8 +136,11 @@ class Hints:
         absence = state.absent.pop(session.id, None)
         if absence is None:
             return
-        self.durations.saw(absence.tool, absence.hinted, state.now - absence.since)
-        late = bool(np.any(pages.kind[absence.pages] == Kind.NONE))
+        if absence.known == "predicted":
+            self.silences.saw(session.id, state.now - absence.since)
+        else:
+            self.durations.saw(absence.tool, absence.hinted, state.now - absence.since)
+        late = bool(np.any(pages.kind[absence.pages[: absence.working]] == Kind.NONE))
         session.resumes["late" if late else "ready"] += 1
         state.counters.resumes["late" if late else "ready", absence.known] += 1
         session.stale, session.active_at = True, state.now

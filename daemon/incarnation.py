@@ -66,6 +66,7 @@ def brain_config(config: DaemonConfig, hbm_bytes: int, host_bytes: int, epoch: i
         min_residency_steps=config.min_residency_steps,
         max_moves_in_flight=config.max_moves_in_flight,
         move_bandwidth=config.move_bandwidth,
+        predict=config.predict,
     )
 
 

@@ -41,7 +41,7 @@ PACKED = ("middle", "quantized")
 """Tiers within which a page may also change places, to empty a frame."""
 
 MOVE_REASONS = ("pressure", "budget", "threshold", "pin", "hot", "room", "recall", "pause", "resume", "hint")
-RESUMES, KNOWN = ("ready", "late"), ("hinted", "learned", "unknown")
+RESUMES, KNOWN = ("ready", "late"), ("hinted", "learned", "unknown", "predicted")
 DROP_REASONS = ("budget", "host-full", "checksum")
 FAILURES = ("io", "codec", "non-finite", "checksum")
 MOVES: tuple[tuple[str, str], ...] = tuple(sorted({act.value for act in Act}))

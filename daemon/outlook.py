@@ -131,6 +131,8 @@ def _holding(state: State, facts: Facts) -> Iterator[str]:
         yield "gives way last: the present step depends on it"
     if pages.stale[slot]:
         yield "gives way before all others: its tokens were superseded"
+    elif pages.held[slot]:
+        yield "gives way by its score when its session stopped: that is paused, and may resume any moment"
     elif pages.back_at[slot] > 0:
         back = pages.back_at[slot] - state.now
         when = f"in {back:.1f} s" if back < 1e9 else "no more"

@@ -119,6 +119,7 @@ class PageStore:
         self.back_at = np.zeros(
             0, np.float64
         )  # when its paused sessions resume (seconds); 0: one is not paused
+        self.held = np.zeros(0, bool)  # ... one of which is near, and attends to the page when it does
         self.retained_until = np.zeros(0, np.float64)  # it does not leave HBM before
         self.stale = np.zeros(0, bool)  # its tokens were superseded
         self.linked = np.zeros(0, bool)  # the present step depends on it

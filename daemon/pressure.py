@@ -46,6 +46,8 @@ class Pressure:
         self.budgets = Budgets(state)
         self._demands: dict[int, tuple[Model, int, float]] = {}  # session -> model, bytes, until
         self._emptying: dict[int, tuple[Model, Kind]] = {}  # frame of packed pages -> model, form
+        self.short = False
+        """Room was wanted at the last look: what is free, or about to be, is for those who asked."""
         self.asked_at = -np.inf
         """When a reservation last did not fit (seconds)."""
 
@@ -71,6 +73,8 @@ class Pressure:
             live = state.sessions
             self._demands = {s: d for s, d in self._demands.items() if d[2] > state.now and s in live}
         missing = self._missing()
+        self.short = missing > 0 or self.asked or bool(self._emptying)
+        self.short |= state.hbm.free_bytes < state.config.low_watermark * state.hbm.size
         over = [s for s in (state.sessions[i] for i in sorted(state.budgeted)) if self._over_budget(s) > 0]
         if missing > 0 or over or state.config.demotion == "eager":
             self._scores.refresh()

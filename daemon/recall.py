@@ -253,9 +253,10 @@ class Recall:
             & (pages.ladder[ready] == Ladder.TIERED)
             & (pages.guard[ready] == Guard.NONE)
             & (pages.host[ready] != NOWHERE)
-            & ((pages.mass[ready] < mass) | (pages.back_at[ready] > 0))
+            & ((self._scores.worth(ready) < mass) | self._scores.away(ready))
         ]
-        order = np.lexsort((pages.mass[ready], self._scores.wanted(ready), -pages.back_at[ready]))
+        worth = self._scores.worth(ready)
+        order = np.lexsort((worth, self._scores.wanted(ready), ~self._scores.away(ready)))
         return [slot for slot in ready[order].tolist() if slot not in spared]
 
     # In the background -------------------------------------------------------------------------------------------
@@ -284,14 +285,12 @@ class Recall:
         settled = [
             s for s in low.tolist()
             if (owner := sessions.get(int(pages.owner[s]))) is not None
-            and owner.step - pages.moved_step[s] >= self._state.config.min_residency_steps
+            and (owner.id in self._state.absent
+                 or owner.step - pages.moved_step[s] >= self._state.config.min_residency_steps)
         ]  # fmt: skip
-        leaving = sorted(settled, key=lambda s: float(pages.mass[s]))
+        worth = dict(zip(settled, self._scores.worth(np.array(settled, np.int64)).tolist(), strict=True))
+        leaving = sorted(settled, key=worth.__getitem__)
         for victim, page in list(zip(leaving, coming.tolist(), strict=False))[:SWAPS_A_TICK]:
-            if (
-                pages.goal[victim]
-                or self._moves.full()
-                or pages.mass[page] <= HYSTERESIS * pages.mass[victim]
-            ):
+            if pages.goal[victim] or self._moves.full() or pages.mass[page] <= HYSTERESIS * worth[victim]:
                 break
             self._moves.demote(victim, Goal.HOST, "recall")

@@ -1,11 +1,17 @@
 """Pages come back before they are read: those of a paused session shortly before it resumes, and those that hints name.
 
-They come back as recalled pages do, low-bit. Room for them is free, or is made by pages of sessions that are expected
-much later, by exact pages that need not be exact, and by pages with much less attention; never by one that gets more.
+They come back as recalled pages do, low-bit. Room for them is free, or is made by pages of paused sessions that are not
+near, by exact pages that need not be exact, by pages with a lower score and much less attention than what wants in is
+worth (`Scores.worth`), and at last by what is held for sessions that are expected much later.
+
+What has come back for a session that is near is *held* until it resumes (`PageStore.held`): it gives way by its score
+at the pause, not before all others. And it is brought only while nobody asks for room: what pressure frees is not taken
+(docs/decisions/0011).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +22,7 @@ from tierkv.daemon.pages import Goal, Guard, Ladder, Reason
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.recall import HYSTERESIS, Recall
 from tierkv.daemon.scoring import Scores, Slots
-from tierkv.daemon.sessions import Session
+from tierkv.daemon.sessions import Model, Session
 from tierkv.daemon.state import State
 from tierkv.table import NOWHERE, Kind
 
@@ -36,10 +42,6 @@ LEAST_MARGIN_SECONDS = 0.1
 """Two ticks."""
 
 
-AGAIN_SECONDS = 1.0
-"""Between attempts to bring a paused session's pages back."""
-
-
 @dataclass
 class _Want:
     slots: list[int]  # most wanted first
@@ -48,6 +50,7 @@ class _Want:
     reason: Reason
     began: float
     count: int
+    stuck: bool = False  # it had to wait for room, so how long it took tells nothing of moves
 
 
 class Returns:
@@ -60,6 +63,7 @@ class Returns:
         self._scores = scores
         self._recall = recall
         self._wants: dict[int, _Want] = {}
+        self._stuck = False  # nothing gave way for the soonest of them: looked at again at the next tick
         self.page_seconds = FIRST_PAGE_SECONDS
         """Measured: seconds a page of a return."""
 
@@ -75,24 +79,22 @@ class Returns:
     def tick(self) -> None:
         """Time passed: some paused sessions are about to resume."""
         state, now = self._state, self._state.now
+        self._stuck = False
         for number, absence in state.absent.items():
-            session, before = state.sessions[number], absence.back_at
+            session, before = state.sessions[number], (absence.back_at, absence.near)
             absence.look(now)
-            if absence.back_at != before:
+            absence.approach(now, LEAST_MARGIN_SECONDS + self._seconds(absence))
+            if (absence.back_at, absence.near) != before:
                 state.mark_absence(session)
+                session.stale |= absence.near != before[1]
             want = self._wants.get(number)
-            if want is not None and want.reason == "resume":
-                want.back_at = absence.back_at
-                if not absence.expected:
+            if not absence.near:
+                if want is not None and want.reason == "resume":
                     del self._wants[number]
-            elif absence.expected and self._is_due(absence):
-                absence.try_at = now + AGAIN_SECONDS
+            elif want is not None and want.reason == "resume":
+                want.back_at = absence.back_at
+            elif np.any(state.pages.kind[absence.pages] == Kind.NONE):
                 self._add(session, absence.pages, absence.back_at, np.inf, "resume")
-
-    def _is_due(self, absence: Absence) -> bool:
-        now = self._state.now
-        soon = absence.early_at - now <= LEAST_MARGIN_SECONDS + self._seconds(absence)
-        return soon and now >= absence.try_at
 
     def _seconds(self, absence: Absence) -> float:
         """What the return of a paused session's pages is expected to take."""
@@ -103,6 +105,7 @@ class Returns:
         before = self._wants.get(session.id)
         named = [] if before is None else before.slots
         missing = self._missing(session, list(dict.fromkeys([*named, *slots.tolist()])))
+        self._stuck = False
         if missing:
             self._wants[session.id] = _Want(missing, back_at, until, reason, self._state.now, len(missing))
         else:
@@ -119,17 +122,25 @@ class Returns:
     def advance(self) -> None:
         """Go on with what is to come back, soonest needed first."""
         state = self._state
+        if self._stuck:
+            return
         for number, want in sorted(self._wants.items(), key=lambda item: (item[1].back_at, item[0])):
             session = state.sessions.get(number)
             if session is None or state.now > want.until:
                 del self._wants[number]
                 continue
+            if number in state.absent and self._pressure.short:
+                continue  # room that is made for others is theirs, else it would be made anew for ever
             want.slots = self._missing(session, want.slots)
             if want.slots:
                 self._bring(session, want)
+                if self._stuck:
+                    want.stuck = True
+                    return
             else:
                 del self._wants[number]
-                self._measure((state.now - want.began) / want.count)
+                if not want.stuck:
+                    self._measure((state.now - want.began) / want.count)
 
     def _measure(self, seconds: float) -> None:
         self.page_seconds += SMOOTHING * (seconds - self.page_seconds)
@@ -143,10 +154,17 @@ class Returns:
                 return
             if pages.retry_at[slot] > self._state.now or not self._recall.encodable(slot):
                 continue
-            if not self._recall.start(session, slot, want.reason):
+            if self._takes_reserve(session) or not self._recall.start(session, slot, want.reason):
                 lacking = sum(not pages.goal[left] for left in want.slots[place:])
                 self._make_room(session, slot, lacking, want)
                 return
+
+    def _takes_reserve(self, session: Session) -> bool:
+        """A page of a session that is still paused would take a frame that pressure wants free."""
+        state, model = self._state, session.model
+        if session.id not in state.absent or state.hbm.free_items(model.quant):
+            return False
+        return state.hbm.free_bytes - model.exact.frame < state.config.high_watermark * state.hbm.size
 
     def _make_room(self, session: Session, slot: int, lacking: int, want: _Want) -> None:
         """Begin to free slots for `lacking` pages."""
@@ -156,43 +174,62 @@ class Returns:
             return
         coming = self._recall.slots_coming(session, False)
         coming += self._pressure.frames_coming() // model.exact.frame * model.quant.items
-        for victim in self._victims(model.index, want.back_at):
-            if coming >= lacking:
-                return
-            if self._moves.full():
-                return
-            frees = model.quant.items if pages.kind[victim] == Kind.EXACT else 1
-            coming += frees * self._moves.demote(victim, Goal.HOST, "pause")
+        coming += self._send(self._away(model.index, want), lacking - coming, model, "pause")
         if coming >= lacking or self._pressure.frames_coming():
             return
         self._pressure.make_frame(pages.slots(), model)
-        if not self._pressure.frames_coming():
-            self._replace_colder(model.index, want, lacking - coming)
+        if self._pressure.frames_coming():
+            return
+        coming += self._replace_colder(model.index, want, lacking - coming)
+        if coming < lacking:
+            coming += self._send(self._later(model.index, want.back_at), lacking - coming, model, "pause")
+        self._stuck = not coming
 
-    def _victims(self, model: int, back_at: float) -> list[int]:
-        """Superseded pages, and those of sessions that are expected much later, farthest first."""
-        state, pages, now = self._state, self._state.pages, self._state.now
-        later = [
-            state.sessions[number].pages.view
-            for number, absence in state.absent.items()
-            if absence.later_than(back_at, now)
-        ]
-        among = np.unique(np.concatenate([np.flatnonzero(pages.stale), *later]))
-        ready = self._may_leave(among, model)
-        ready = ready[pages.stale[ready] | (pages.back_at[ready] > 0)]
-        return list(self._scores.coldest_first(ready))
+    def _send(self, victims: Iterable[int], wanted: int, model: Model, reason: Reason) -> int:
+        """Pages leave until `wanted` low-bit slots are on their way to be free. Returns how many are."""
+        coming = 0
+        for victim in victims:
+            if coming >= wanted or self._moves.full():
+                break
+            frees = model.quant.items if self._state.pages.kind[victim] == Kind.EXACT else 1
+            coming += frees * self._moves.demote(victim, Goal.HOST, reason)
+        return coming
 
-    def _replace_colder(self, model: int, want: _Want, lacking: int) -> None:
-        """Low-bit pages of any session with much less attention than the pages that want in give way."""
+    def _away(self, model: int, want: _Want) -> Iterator[int]:
+        """Superseded pages, and those of paused sessions that are not near."""
         pages = self._state.pages
         ready = self._may_leave(pages.slots(), model)
-        ready = ready[(pages.kind[ready] == Kind.QUANTIZED) & ~self._scores.wanted(ready)]
+        ready = ready[pages.stale[ready] | (self._scores.away(ready) & (pages.back_at[ready] > want.back_at))]
+        return self._scores.coldest_first(ready)
+
+    def _later(self, model: int, back_at: float) -> list[int]:
+        """What is held for sessions that are near, but expected much later: the farthest first."""
+        state, pages = self._state, self._state.pages
+        later = [a for a in state.absent.values() if a.near and a.later_than(back_at, state.now)]
+        later.sort(key=lambda absence: -absence.back_at)
+        slots = np.concatenate([np.zeros(0, np.int64), *(absence.pages[::-1] for absence in later)])
+        ready = self._may_leave(slots, model)
+        return [s for s in dict.fromkeys(ready.tolist()) if pages.back_at[s] > back_at]
+
+    def _replace_colder(self, model: int, want: _Want, lacking: int) -> int:
+        """Low-bit pages of any session with a lower score and much less attention than those that want in give way: by
+        either alone, what leaves by one would come back by the other. Returns how many.
+        """
+        pages = self._state.pages
+        ready = self._may_leave(pages.slots(), model)
+        ready = ready[
+            (pages.kind[ready] == Kind.QUANTIZED) & ~self._scores.wanted(ready) & ~pages.held[ready]
+        ]
+        slots = [slot for slot in want.slots if not pages.goal[slot]]
+        ready = ready[pages.score[ready] <= pages.score[slots].max(initial=0.0)]
         leaving = ready[np.argsort(pages.mass[ready], kind="stable")].tolist()
-        coming = [slot for slot in want.slots if not pages.goal[slot]]
-        for victim, slot in list(zip(leaving, coming, strict=False))[:lacking]:
-            if self._moves.full() or pages.mass[slot] <= HYSTERESIS * pages.mass[victim]:
-                return
-            self._moves.demote(victim, Goal.HOST, want.reason)
+        worth = self._scores.worth(np.array(slots, np.int64)).tolist()
+        sent = 0
+        for victim, gets in list(zip(leaving, worth, strict=False))[:lacking]:
+            if self._moves.full() or gets <= HYSTERESIS * pages.mass[victim]:
+                break
+            sent += self._moves.demote(victim, Goal.HOST, want.reason)
+        return sent
 
     def _may_leave(self, among: Slots, model: int) -> Slots:
         """Pages that have a copy in host memory, and that nothing holds in HBM."""

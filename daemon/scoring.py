@@ -36,6 +36,9 @@ page, `TokenState.addresses`; and its clock."""
 RESCORE_SECONDS = 1.0
 """Scores of a paused session are recomputed this often."""
 
+HORIZON = 5.0
+"""Seconds: attention that is expected so much later is worth half as much now."""
+
 STALE_SCORE = np.float32(0.0)
 """Most that a superseded page is worth."""
 
@@ -93,11 +96,16 @@ class Scores:
                 s.pages.address, s.starts.address, s.pages.length, s.length,
                 EXACT if s.client in quarantined else NONE if s.id in absent else WATCH[s.ladder],
                 len(s.family) == 1, *s.tokens.addresses,
-                s.step if now - s.active_at <= IDLE_SECONDS else s.clock(now),
+                s.step if now - s.active_at <= IDLE_SECONDS or self._is_near(s) else s.clock(now),
             )
             for s in due
         ]  # fmt: skip
         return np.frombuffer(b"".join(packed), FACTS)
+
+    def _is_near(self, session: Session) -> bool:
+        """The session may resume any moment: its clock stands where it stopped."""
+        absence = self._state.absent.get(session.id)
+        return absence is not None and absence.near
 
     def _scores(
         self, due: list[Session], tokens: NDArray[np.int64], tables: NDArray[np.int64], steps: Floats
@@ -131,19 +139,33 @@ class Scores:
             wanted[wanted] = np.array(steps)[which] < until[wanted]
         return wanted | pages.linked[slots]
 
+    def away(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which pages are of paused sessions only, and not held for one that is near."""
+        pages = self._state.pages
+        away: NDArray[np.bool_] = (pages.back_at[slots] > 0) & ~pages.held[slots]
+        return away
+
+    def worth(self, slots: Slots) -> Floats:
+        """Attention that pages get now; of a paused session's, what it is worth that they will get it later."""
+        pages = self._state.pages
+        wait = np.maximum(0.0, pages.back_at[slots] - self._state.now)
+        worth: Floats = pages.mass[slots] * (HORIZON / (HORIZON + wait)).astype(np.float32)
+        return worth
+
     def coldest_first(self, slots: Slots) -> Iterator[int]:
         """The slots, lowest score first and equals in their order. Superseded pages and then those of paused sessions,
-        the farthest resume first, come before; pages that are wanted for steps still to come are last. Sorted as far as
+        what is worth least first, come before; pages that are wanted for steps still to come are last. Sorted as far as
         they are asked for, by the scores at the call.
         """
         pages = self._state.pages
         scores, wanted, back_at = pages.score[slots], self.wanted(slots), pages.back_at[slots]
         stale = pages.stale[slots]
-        away = ~stale & (back_at > 0)
+        away = ~stale & self.away(slots)
         present = ~stale & ~away
         if present.all() and not wanted.any():
             return _ascending(slots, scores)
-        farthest = slots[away][np.lexsort((scores[away], -back_at[away]))].tolist()
+        least = np.lexsort((scores[away], -back_at[away], self.worth(slots[away])))
+        farthest = slots[away][least].tolist()
         last, rest = present & wanted, present & ~wanted
         stale_first, *others = (_ascending(slots[of], scores[of]) for of in (stale, rest, last))
         return chain(stale_first, farthest, *others)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierkv.daemon.absence import Absence
 from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
@@ -54,7 +55,7 @@ class BrainConfig:
     describe (0: all), `digest` their form, of which `digest_bytes` are those of a transform's record, and
     `digest_models` what calibrations for it are at hand (`prefetch.digest_forms`). `promotion_batch`: bytes that are
     read for promotions at a time (`moves.BATCHES` in flight). `retain_most` is how many seconds a hint may keep pages
-    from leaving HBM.
+    from leaving HBM. `predict`: silent sessions are taken for paused.
     """
 
     hbm_bytes: int
@@ -85,6 +86,7 @@ class BrainConfig:
     move_bandwidth: int = 0
     promotion_batch: int = 8 << 20
     retain_most: float = 600.0
+    predict: bool = False
     log_events: int = 10_000
 
 
@@ -418,12 +420,22 @@ class State:
         if session.options.hbm_budget:
             self.budgeted.add(session.id)
 
+    def is_lost(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which pages have no replica left."""
+        lost: NDArray[np.bool_] = (self.pages.kind[slots] == Kind.NONE) & (self.pages.host[slots] == NOWHERE)
+        return lost
+
     def mark_absence(self, session: Session) -> None:
         """Its pages know when they are wanted again: the soonest of the sessions that name them says so."""
         slots = session.pages.view
-        self.pages.back_at[slots] = self._back_at(session.id)
+        self.pages.back_at[slots], self.pages.held[slots] = self._back_at(session.id), False
         for slot in slots[self.pages.refs[slots] > 1].tolist():
             self.pages.back_at[slot] = min(self._back_at(number) for number in self.sharers(slot))
+            near = (self.absent[number] for number in self.sharers(slot) if number in self.absent)
+            self.pages.held[slot] = any(one.near and slot in one.pages for one in near)
+        absence = self.absent.get(session.id)
+        if absence is not None and absence.near:
+            self.pages.held[absence.pages] = True
 
     def _back_at(self, session: int) -> float:
         return self.absent[session].back_at if session in self.absent else 0.0

@@ -383,3 +383,69 @@ def test_a_session_with_a_budget_of_its_own_pauses_and_comes_back() -> None:
     append(w, first, 2)
     assert sum(resumes(w).values()) == 1
     assert w.brain.session_stats(first.id)["hbm_bytes"] <= 8 * FRAME
+
+
+# What is held for a resume -----------------------------------------------------------------------------------------
+
+
+def observed(w: World, session: WorkerSession, warm: list[int]) -> None:
+    """Nearly all attention on these rows."""
+    mass = np.full(session.length, 1e-4, np.float32)
+    for row in warm:
+        mass[4 * row : 4 * row + 4] = 1.0
+    w.ask(events.Observed, session.client, session.id, session.step, mass / mass.sum())
+
+
+def test_a_resume_is_ready_when_its_working_set_is_there_whatever_else_it_had() -> None:
+    w, first, second = two_sessions()
+    observed(w, first, [2, 3, 4])
+    told(w, first, Pause(600.0))
+    absence = w.brain.state.absent[first.id]
+    assert set(absence.pages[: absence.working].tolist()) == set(session_slots(w, first)[2:5])
+    until_cold(w, second, first)
+    assert all(kinds(first)[row] != Kind.NONE for row in (2, 3, 4)), "what is worth least has left first"
+    told(w, first, Resume())
+    assert resumes(w) == {("ready", "hinted"): 1}
+
+
+def test_what_came_back_stays_until_the_resume_though_others_ask_for_room() -> None:
+    """It gives way by its score, as of the pause, and not before all others: a running session grows meanwhile."""
+    w, first, second = two_sessions()
+    observed(w, first, [2, 3, 4])
+    told(w, first, Pause(20.0))
+    squeeze(w, first, second)
+    pass_time(w, 12.0)
+    assert w.brain.state.absent[first.id].near
+    held = np.flatnonzero(w.brain.state.pages.held).tolist()
+    assert held == sorted(session_slots(w, first)[2:5])
+    before = w.brain.state.counters.moved_pages["host", "quantized", "resume"]
+    for _ in range(6):
+        append(w, second, 2)
+        pass_time(w, 0.5)
+    assert all(kinds(first)[row] != Kind.NONE for row in (2, 3, 4))
+    moved = w.brain.state.counters.moved_pages["host", "quantized", "resume"]
+    assert moved - before <= 3, "nothing comes and goes"
+
+
+def test_held_pages_are_let_go_when_the_session_runs_or_is_not_expected_any_more() -> None:
+    w, first, _ = two_sessions()
+    observed(w, first, [1])
+    for seconds in (15.0, 200.0):
+        told(w, first, Pause(20.0))
+        pass_time(w, 15.0)
+        assert w.brain.state.pages.held.any()
+        pass_time(w, seconds - 15.0, tick=1.0)
+        if seconds == 15.0:
+            told(w, first, Resume())
+        assert not w.brain.state.pages.held.any()
+
+
+def test_silence_is_taken_for_a_pause_only_where_that_is_predicted() -> None:
+    for predict in (False, True):
+        w = world(hbm_frames=12, host_frames=200, predict=predict)
+        first = opened(w)
+        append(w, first, 4)
+        pass_time(w, 4.0)
+        assert (first.id in w.brain.state.absent) is predict
+        append(w, first, 1)
+        assert resumes(w) == ({("ready", "predicted"): 1} if predict else {})

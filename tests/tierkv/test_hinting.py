@@ -32,14 +32,14 @@ def test_a_paused_session_gives_its_hbm_away_and_gets_it_back_before_it_resumes(
     client = world.client()
     first = opened(client, 20)
     client.stats(first.id)
-    first.pause(3.0, tool="search")
+    first.pause(8.0, tool="search")
     assert settled(client, first)["paused"] == 1
     second = opened(client, 24)
     while client.stats(first.id)["pages_host"] == 0:
         fill(client, second, 2)
     assert client.stats(second.id)["pages_host"] == 0
     second.crop(32)
-    until(lambda: client.stats(first.id)["pages_host"] == 0, 6.0)
+    until(lambda: client.stats(first.id)["pages_host"] == 0, 15.0)
     first.resume()
     numbers = settled(client, first)
     assert (numbers["resumes_ready"], numbers["resumes_late"], numbers["paused"]) == (1, 0, 0)
