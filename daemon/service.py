@@ -317,6 +317,7 @@ def main() -> None:
     parser.add_argument("--digest-share", type=float, default=0.1)
     parser.add_argument("--digest-layers", type=int, default=0)
     parser.add_argument("--recent-tokens", type=int, default=64)
+    parser.add_argument("--waste-limit", type=float, default=0.25)
     parser.add_argument("--device", default=CPU)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
@@ -339,6 +340,7 @@ def main() -> None:
                     digest_share=given.digest_share,
                     digest_layers=given.digest_layers,
                     recent_tokens=given.recent_tokens,
+                    waste_limit=given.waste_limit,
                 )
             )
 

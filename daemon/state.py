@@ -76,6 +76,7 @@ class BrainConfig:
     max_moves_in_flight: int = 32
     move_bandwidth: int = 0
     promotion_batch: int = 8 << 20
+    waste_limit: float = 0.25
     retain_most: float = 600.0
     log_events: int = 10_000
 
@@ -116,7 +117,7 @@ class State:
         self.dirty: set[int] = set()  # sessions with a plan to send
         self.quiet: set[int] = set()  # sessions whose plan may wait for the next tick (host replicas only)
         self.counters = Counters()
-        self.waste = Waste()
+        self.waste = Waste(config.waste_limit)
         self.out: list[Instruction] = []
         self.now = 0.0
         self.draining = False

@@ -35,7 +35,8 @@ HALF_LIFE_SECONDS = 10.0
 
 
 class Waste:
-    def __init__(self) -> None:
+    def __init__(self, limit: float = MOST_WASTED) -> None:
+        self._limit = limit
         self.bar = 0.0
         """Least expected lift (0: any) of a page that may take another's place."""
         self._last: deque[bool] = deque(maxlen=REMEMBERED)  # was it wasted?
@@ -50,7 +51,7 @@ class Waste:
         """One more page was attended, or left HBM without."""
         self._last.append(wasted)
         self._faded_at = now
-        if len(self._last) < LEAST_KNOWN:
+        if len(self._last) < LEAST_KNOWN or self._limit >= 1:
             return
         if self.share > RISE_ABOVE:
             self.bar = min(HIGHEST_BAR, max(LOWEST_BAR, self.bar * STEP))

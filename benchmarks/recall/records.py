@@ -41,3 +41,6 @@ class Record(msgspec.Struct, frozen=True):
     with_offsets: float | None = None
     direct_late: dict[str, float] | None = None
     questions: int = 0
+    step_ms: float | None = None
+    chunk_blocked_ms: float | None = None
+    brought: int | None = None
