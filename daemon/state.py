@@ -18,7 +18,7 @@ from tierkv.daemon.allocator import PoolAllocator, SizeClass, aligned
 from tierkv.daemon.counters import Counters
 from tierkv.daemon.events import Instruction, SendPlan
 from tierkv.daemon.middle import middle_below, middle_class, middle_codec
-from tierkv.daemon.pages import Guard, Ladder, PageStore
+from tierkv.daemon.pages import Guard, Ladder, Outcome, PageStore
 from tierkv.daemon.policy import Policy, Thresholds
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.sessions import Client, Model, Session
@@ -352,6 +352,9 @@ class State:
 
     def discard(self, slot: int) -> None:
         """Free a page that nobody names; while a move runs on it, the move's end does."""
+        if self.pages.recalled[slot] == Outcome.PENDING:
+            self.pages.recalled[slot] = Outcome.NONE
+            self.count_outcome("wasted", self.owner_of(slot))
         if self.pages.moving[slot]:
             self.pages.doomed[slot] = True
             return

@@ -44,3 +44,4 @@ class Record(msgspec.Struct, frozen=True):
     step_ms: float | None = None
     chunk_blocked_ms: float | None = None
     brought: int | None = None
+    filled: int | None = None

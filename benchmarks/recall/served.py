@@ -72,7 +72,7 @@ class Served(NamedTuple):
     before: SessionFigures
     after: SessionFigures
     chunk_seconds: float  # blocked in questions' chunks
-    brought: tuple[int, int]  # used and wasted, over reading and asks
+    brought: dict[str, int]  # pages that came back, over reading and asks, by outcome
 
 
 def budget_bytes(given: Input, share: float, geometry: Geometry) -> int | None:
@@ -110,7 +110,7 @@ def attached(model: PreTrainedModel) -> Iterator[AttachedModel]:
 def daemon(given: Input, geometry: Geometry, arm: Arm) -> Iterator[Client]:
     """One of its own for each arm and budget: what it learned of waste is of this one."""
     pool = POOL_SHARE * len(given.tokens) * geometry.token_bytes
-    limit = () if arm.waste_limit is None else ("--waste-limit", str(arm.waste_limit))
+    limit = ("--recent-tokens", "32", *(() if arm.waste_limit is None else ("--waste-limit", str(arm.waste_limit))))
     with processes.service(pool, 2 * pool, "k3v2", *limit) as state_dir, tierkv.connect(state_dir) as client:
         yield client
 
@@ -129,12 +129,14 @@ def serve(
         start = _figures(client, session)
         asked = [_ask(worker, tokenizer, client, session, cache, ask) for ask in given.asks]
         end = _figures(client, session)
-        done = (end.prefetched["used"], end.prefetched["wasted"])
+        cache.close()  # what came and was not attended by now is wasted
+        told = client.stats()
         return Served(
             list(chain.from_iterable(one.audits for one in asked)),
             list(chain.from_iterable(one.steps for one in asked)),
             sum(one.tokens for one in asked), [one.correct for one in asked if one.correct is not None],
-            start, end, sum(one.chunk_seconds for one in asked), done,
+            start, end, sum(one.chunk_seconds for one in asked),
+            {outcome: int(told[f"prefetched_{outcome}"]) for outcome in ("used", "wasted", "filled", "late")},
         )  # fmt: skip
     finally:
         cache.close()
@@ -179,7 +181,7 @@ def _ask(
 
 
 def record(given: Input, share: float, arm: Arm, geometry: Geometry, served: Served) -> Record:
-    used, wasted = served.brought
+    brought = served.brought
     blocked = served.after.blocked_seconds - served.before.blocked_seconds - served.chunk_seconds
     mean = statistics.fmean
     return Record(
@@ -190,11 +192,12 @@ def record(given: Input, share: float, arm: Arm, geometry: Geometry, served: Ser
         captured_mass=mean(1 - audit.missed for audit in served.audits),
         mass_ratio=_ratio(sum(a.estimated for a in served.audits), sum(a.missed for a in served.audits)),
         digest_bytes_ratio=0.0 if arm.mode == "off" else digest_shape(geometry, 0).nbytes / geometry.page_bytes,
-        wasted_ratio=_ratio(wasted, used + wasted),
+        wasted_ratio=_ratio(brought["wasted"], brought["used"] + brought["wasted"]),
         blocked_ms_per_token=1e3 * blocked / served.tokens,
         step_ms=1e3 * statistics.median(served.steps),
         chunk_blocked_ms=1e3 * served.chunk_seconds / len(given.asks),
-        brought=used + wasted,
+        brought=brought["used"] + brought["wasted"],
+        filled=brought["filled"],
         questions=len(served.correct),
     )  # fmt: skip
 
