@@ -154,6 +154,12 @@ class DaemonConfig(BaseSettings):
     compares none. It costs what encoding two more pages does."""
     move_bandwidth: Size = 0
     """Bytes a second that moves may take from decoding; 0 is unbounded."""
+    promotion_batch: Annotated[Size, Field(ge=1)] = 8 << 20
+    """Bytes read from host memory for promotions at a time; two batches are in flight at most."""
+    retain_most: Seconds = 600.0
+    """Most seconds that a `retain` hint may keep pages from leaving HBM."""
+    waste_limit: Fraction = 0.25
+    """Share that may be wasted of pages that take others' places in HBM; 1 sets no limit."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="before")

@@ -125,7 +125,9 @@ class Promotion:
             if owner in spent:
                 continue
             session = state.sessions[owner]
-            if self._pressure.budgets.room(session) < 2 * model.exact.item and not self._recall.has_place(session):
+            if self._pressure.budgets.room(session) < 2 * model.exact.item and not self._recall.has_place(
+                session
+            ):
                 self._pressure.make_budget_room(session)
                 spent.add(owner)
                 continue

@@ -49,7 +49,8 @@ class BrainConfig:
     `policy` is a name, or the policy itself where its settings are not the defaults. `digest_share` is the fraction of
     HBM that digests of cold pages may take (0: none are made), `digest_layers` how many of a page's last layers they
     describe (0: all). `promotion_batch`: bytes that are read for promotions at a time (`moves.BATCHES` in flight).
-    `retain_most` is how many seconds a hint may keep pages from leaving HBM.
+    `retain_most` is how many seconds a hint may keep pages from leaving HBM. `waste_limit` is the share that may be
+    wasted of pages that take others' places (1: any).
     """
 
     hbm_bytes: int

@@ -23,6 +23,10 @@ class Record(msgspec.Struct, frozen=True):
         with_offsets: `captured_mass` where each head's estimates are moved by an offset fitted on resident pages.
         direct_late: `captured_direct` by estimates of the query before (`late`), but for KV heads whose query moved far
             (`corrected`), which are the share `redone`.
+        step_ms: served: median decode step that is no audit; `blocked_ms_per_token` is of decode steps, too.
+        chunk_blocked_ms: served: that a question's chunk waited.
+        brought, filled: served: pages that took others' places (`wasted_ratio` is of those), or came into free room.
+            `captured_mass` is then the share of attention on pages in HBM, those read in place not counted.
     """
 
     input: str

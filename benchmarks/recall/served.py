@@ -94,7 +94,9 @@ def measure(
                 continue
             for arm in arms:
                 with daemon(given, geometry, arm) as client:
-                    yield record(given, share, arm, geometry, serve(worker, tokenizer, client, given, budget, arm))
+                    yield record(
+                        given, share, arm, geometry, serve(worker, tokenizer, client, given, budget, arm)
+                    )
 
 
 @contextmanager
@@ -110,7 +112,11 @@ def attached(model: PreTrainedModel) -> Iterator[AttachedModel]:
 def daemon(given: Input, geometry: Geometry, arm: Arm) -> Iterator[Client]:
     """One of its own for each arm and budget: what it learned of waste is of this one."""
     pool = POOL_SHARE * len(given.tokens) * geometry.token_bytes
-    limit = ("--recent-tokens", "32", *(() if arm.waste_limit is None else ("--waste-limit", str(arm.waste_limit))))
+    limit = (
+        "--recent-tokens",
+        "32",
+        *(() if arm.waste_limit is None else ("--waste-limit", str(arm.waste_limit))),
+    )
     with processes.service(pool, 2 * pool, "k3v2", *limit) as state_dir, tierkv.connect(state_dir) as client:
         yield client
 
@@ -166,13 +172,13 @@ def _ask(
     seen, steps, tokens = len(cache.audits), [], 0
     while tokens < (ANSWER_STEPS if said else len(forced)):
         token = said[-1] if said else forced[tokens]
-        audits, begun = len(cache.audits), time.perf_counter()
+        known, begun = len(cache.audits), time.perf_counter()
         following = _forward(worker, cache, [token])
         took = time.perf_counter() - begun
         tokens += 1
         if said:
             said.append(following)
-        if len(cache.audits) == audits:
+        if len(cache.audits) == known:
             steps.append(took)
     audits = cache.audits[seen:]
     correct = None if said is None or ask.probe is None else recalled(tokenizer.decode(said), ask.probe.gold)

@@ -78,12 +78,12 @@ def test_outcomes_are_the_sessions_own() -> None:
     fill_up(w)
     filled = figures(w, session).prefetched["filled"]
     assert filled > 0
-    w.fork(session)
-    child = max(w.sessions.values(), key=lambda one: one.id)
-    w.settle()
     used, wasted = cold(session)[:2]
     wait(w, session, ask(w, session, [used, wasted], mass=0.5))
     tell(w, session, {used: 0.3})
+    w.fork(session)
+    child = max(w.sessions.values(), key=lambda one: one.id)
+    w.settle()
     late = ask(w, session, cold(session)[:1], mass=0.5, seconds=0.1)
     w.now += 0.2
     w.feed(events.Tick())

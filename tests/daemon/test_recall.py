@@ -143,7 +143,7 @@ def test_only_pages_that_get_less_attention_give_way() -> None:
     wanted = cold(session)[0]
     wait(w, session, ask(w, session, [wanted], mass=0.01))
     assert session.rows[wanted].kind == Kind.NONE
-    wait(w, session, ask(w, session, [wanted], mass=0.03))
+    wait(w, session, ask(w, session, [wanted], mass=0.05))
     assert session.rows[wanted].kind == Kind.QUANTIZED
 
 
@@ -260,7 +260,9 @@ def test_a_page_is_used_when_one_of_its_tokens_is() -> None:
     mass[starts[dull] : starts[dull] + 4] = 1.9 / 640
     session.step += 1
     w.ask(events.Observed, session.client, session.id, session.step, mass)
-    states = [w.brain.state.pages.recalled[w.brain.state.pages.index[page]] for page in ids(session, [used, dull])]
+    states = [
+        w.brain.state.pages.recalled[w.brain.state.pages.index[page]] for page in ids(session, [used, dull])
+    ]
     assert states == [Outcome.USED, Outcome.PENDING]
 
 
