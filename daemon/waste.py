@@ -3,9 +3,9 @@ the more.
 
 A page is worth a place in HBM by its *lift*: its expected mass against that of as many average tokens. To take
 another's place its expected lift must reach a bar, which moves with every page that came back so and was attended, or
-left HBM without: it rises fourfold what it sinks, so it comes to rest where a fifth are wasted, below the bound of a quarter. It
-begins high, since the first pages count like any other: digests overestimate mass up to threefold, so three times
-`recall.USED_LIFT` is what a page must be expected to get to be used for certain.
+left HBM without: it rises fourfold what it sinks, so it comes to rest where a fifth are wasted, below the bound of a
+quarter. It begins high, since the first pages count like any other: digests overestimate mass up to threefold, so
+three times `recall.USED_LIFT` is what a page must be expected to get to be used for certain.
 
 The bar is only for pages that would take another's place. Free room is filled whatever the bar says, so that it costs
 no mass that could be had for nothing; what comes back that way is no bet, and is counted apart (`filled`).
