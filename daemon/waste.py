@@ -25,14 +25,14 @@ AIM = 0.8
 REMEMBERED = 64
 """Pages whose outcome is remembered for `share`."""
 
-LOWEST_BAR, FIRST_BAR, HIGHEST_BAR = 2.0, 6.0, 64.0
-"""Lift. 2 is what counts as used (`recall.USED_LIFT`): less than that is not worth a place even by its own promise."""
+LOWEST_BAR, HIGHEST_BAR = 6.0, 64.0
+"""Lift. It begins at the lowest: three times what counts as used (`recall.USED_LIFT`), since digests overestimate."""
 
 STEP = 1.25
 """A wasted page raises the bar by this factor."""
 
 HALF_LIFE_SECONDS = 10.0
-"""A bar above the first halves when nothing has happened for so long: what it keeps away could never show its worth."""
+"""A bar above the lowest halves when nothing has happened for so long: what it keeps away could never show its worth."""
 
 
 class Waste:
@@ -40,7 +40,7 @@ class Waste:
 
     def __init__(self, limit: float = MOST_WASTED) -> None:
         self._limited = limit < 1
-        self.bar = FIRST_BAR if self._limited else 0.0
+        self.bar = LOWEST_BAR if self._limited else 0.0
         """Least expected lift (0: any) of a page that may take another's place."""
         aim = AIM * limit
         self._sink = math.exp(-math.log(STEP) * aim / (1 - aim))  # balances rises at `aim`
@@ -61,6 +61,6 @@ class Waste:
 
     def fade(self, now: float) -> None:
         """Time passed."""
-        if self.bar > FIRST_BAR and now - self._faded_at >= HALF_LIFE_SECONDS:
+        if self.bar > LOWEST_BAR and now - self._faded_at >= HALF_LIFE_SECONDS:
             self._faded_at = now
-            self.bar = max(FIRST_BAR, self.bar / 2)
+            self.bar = max(LOWEST_BAR, self.bar / 2)
