@@ -32,7 +32,7 @@ STEP = 1.25
 """A wasted page raises the bar by this factor."""
 
 HALF_LIFE_SECONDS = 10.0
-"""A bar above the lowest halves when nothing has happened for so long: what it keeps away could never show its worth."""
+"""A bar above the lowest halves when nothing has happened for so long: what it keeps away cannot show its worth."""
 
 
 class Waste:
