@@ -49,11 +49,11 @@ def running(*arguments: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def service(hbm_bytes: int, host_bytes: int, codec: str = "k3v2") -> Iterator[Path]:
-    """A daemon of its own; its state directory."""
+def service(hbm_bytes: int, host_bytes: int, codec: str = "k3v2", *options: str) -> Iterator[Path]:
+    """A daemon of its own; its state directory. `options` are further ones of `tierkv.daemon.service`."""
     with folder() as state_dir:
         sizes = ("--hbm", str(hbm_bytes), "--host", str(host_bytes), "--codec", codec)
-        with running("-m", "tierkv.daemon.service", "--state-dir", str(state_dir), *sizes):
+        with running("-m", "tierkv.daemon.service", "--state-dir", str(state_dir), *sizes, *options):
             yield state_dir
 
 

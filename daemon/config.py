@@ -163,6 +163,12 @@ class DaemonConfig(BaseSettings):
     """Bytes a second that moves may take from decoding; 0 is unbounded."""
     predict: bool = True
     """Take a session that is silent for 3 s for paused, for as long as it usually is (callers give no hints)."""
+    promotion_batch: Annotated[Size, Field(ge=1)] = 8 << 20
+    """Bytes read from host memory for promotions at a time; two batches are in flight at most."""
+    retain_most: Seconds = 600.0
+    """Most seconds that a `retain` hint may keep pages from leaving HBM."""
+    waste_limit: Fraction = 0.25
+    """Share that may be wasted of pages that take others' places in HBM; 1 sets no limit."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="before")

@@ -22,8 +22,9 @@ ERROR_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.12, 0
 MASS_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Upper edges of shares of attention on cold pages."""
 
-OUTCOMES = ("used", "late", "wasted", "cancelled")
-"""What became of pages that attention was expected on."""
+OUTCOMES = ("used", "late", "wasted", "cancelled", "filled")
+"""What became of pages that attention was expected on: used or wasted are those that took another's place, filled those
+that came into free room."""
 
 SIDES = ("keys", "values")
 

@@ -67,6 +67,9 @@ def brain_config(config: DaemonConfig, hbm_bytes: int, host_bytes: int, epoch: i
         max_moves_in_flight=config.max_moves_in_flight,
         move_bandwidth=config.move_bandwidth,
         predict=config.predict,
+        promotion_batch=config.promotion_batch,
+        retain_most=config.retain_most,
+        waste_limit=config.waste_limit,
     )
 
 

@@ -224,7 +224,7 @@ class _FromSnapshot(Collector):
             {(): counters.expected_mass},
         )  # fmt: skip
         yield _gauge(
-            "prefetch_wasted_ratio", "Wasted among the last 64 pages that came back in the background.", [],
+            "prefetch_wasted_ratio", "Wasted among the last 64 pages that took others' places.", [],
             {(): now.wasted_share},
         )  # fmt: skip
         yield _gauge(

@@ -41,12 +41,12 @@ class Goal(IntEnum):
 
 
 class Outcome(IntEnum):
-    """What became of a page that was brought back because attention was expected on it."""
+    """What became of a page that was brought back at another's expense."""
 
     NONE = 0
     PENDING = 1  # it is there and was not attended much yet
     USED = 2
-    AWAITED = 3  # as PENDING, and a step had asked for it
+    COMING = 3  # it is on its way, into the place that another has left for it
 
 
 Reason = Literal[

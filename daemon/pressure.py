@@ -63,6 +63,10 @@ class Pressure:
         """A reservation waits for room."""
         return bool(self._demands)
 
+    def demanded(self, session: Session) -> int:
+        """Bytes that a reservation of the session waits for."""
+        return self._demands[session.id][1] if session.id in self._demands else 0
+
     def satisfied(self, session: int) -> None:
         self._demands.pop(session, None)
 

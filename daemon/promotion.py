@@ -115,7 +115,7 @@ class Promotion:
         score (`_in_order`). Where no slot is left for them, exact pages that need not be exact become low-bit: no page
         lies cold for their sake.
         """
-        state, pages, moves = self._state, self._state.pages, self._moves
+        state, pages = self._state, self._state.pages
         if state.now - self._pressure.asked_at < CALM_SECONDS:
             return
         expected = self._recall.worth_a_place(cold)
@@ -124,8 +124,11 @@ class Promotion:
             model, owner = state.model_of(slot), int(pages.owner[slot])
             if owner in spent:
                 continue
-            if self._pressure.budgets.room(state.sessions[owner]) < 2 * model.exact.item:
-                self._pressure.make_budget_room(state.sessions[owner])
+            session = state.sessions[owner]
+            if self._pressure.budgets.room(session) < 2 * model.exact.item and not self._recall.has_place(
+                session
+            ):
+                self._pressure.make_budget_room(session)
                 spent.add(owner)
                 continue
             if not self._may_promote():
@@ -139,7 +142,7 @@ class Promotion:
                 if not self._pressure.frames_coming():
                     self._pressure.make_frame(tiered, model)
                 break
-            if not moves.promote(slot, Goal.LOWBIT, "recall" if worth else "room"):
+            if not self._recall.bring(slot, "recall" if worth else "room"):
                 break
             spare -= model.quant.item
 

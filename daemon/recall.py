@@ -10,6 +10,7 @@ that wants in.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +32,14 @@ from tierkv.table import NOWHERE, Kind
 SMOOTHING = 0.5
 """Weight of the newest observation in a page's mass."""
 
+UNSEEN = 0.9
+"""Of a cold page's mass, at an observation that tells nothing of it, so much is still believed: the paper's rho, which
+forgets half in 6.6 observations."""
+
 USED_LIFT = 2.0
-"""A recalled page was used when it gets this many times the mass of as many average tokens (tau of Eq. 3)."""
+"""A recalled page was used when one of its tokens gets this many times the average (tau of Eq. 3, which sets a token's
+clock back): a fact is a token or two, and the mean of its page's sixteen hides it.
+"""
 
 HYSTERESIS = 2.0
 """A cold page takes a resident's place only with this many times its mass."""
@@ -57,6 +64,7 @@ class Recall:
         self._pressure = pressure
         self._scores = scores
         self._waiting: dict[int, _Waiting] = {}  # session -> what it waits for
+        self._places = Counter[int]()  # model -> low-bit slots that pages leave for others that want in
 
     # Observations ------------------------------------------------------------------------------------------------
 
@@ -71,18 +79,16 @@ class Recall:
         sums = np.add.reduceat(np.nan_to_num(mass), starts).astype(np.float32)
         before = pages.mass[slots]
         newest = np.where(before > 0, before + SMOOTHING * (sums - before), sums)
-        pages.mass[slots] = np.where(known, newest, before)
-        level = USED_LIFT / np.count_nonzero(~np.isnan(mass)) if known.any() else np.inf
         cold = (pages.kind[slots] == Kind.NONE) & (pages.host[slots] != NOWHERE)
+        pages.mass[slots] = np.where(known, newest, np.where(cold, UNSEEN * before, before))
+        level = USED_LIFT / np.count_nonzero(~np.isnan(mass)) if known.any() else np.inf
         if (cold & known).any():
             session.ledger.expected = float(sums[cold & known].sum())
             self._state.counters.expected_mass.add(session.ledger.expected)
-        pending = pages.recalled[slots] == Outcome.PENDING
-        used = (pending | (pages.recalled[slots] == Outcome.AWAITED)) & (pages.kind[slots] != Kind.NONE)
-        used &= sums >= level * session.counts.view[:rows]
+        used = (pages.recalled[slots] == Outcome.PENDING) & (np.fmax.reduceat(mass, starts) >= level)
         pages.recalled[slots[used]] = Outcome.USED
         self._state.count_outcome("used", session, int(np.count_nonzero(used)))
-        for _ in range(int(np.count_nonzero(used & pending))):
+        for _ in range(int(np.count_nonzero(used))):
             self._state.waste.count(False, self._state.now)
 
     # Requests ----------------------------------------------------------------------------------------------------
@@ -180,6 +186,9 @@ class Recall:
                 return set(self._waiting)
             elif pages.retry_at[slot] > self._state.now or not self.encodable(slot):
                 continue
+            elif self._pressure.demanded(self._state.sessions[number]):
+                if moves.flying or self._state.sessions[number].retiring_bytes:
+                    coming.add(number)  # what leaves now leaves for a step's own tokens: they come first
             elif self.start(self._state.sessions[number], slot):
                 coming.add(number)
             else:
@@ -214,7 +223,28 @@ class Recall:
         spare = state.hbm.free_frames(model.exact.frame) - self._pressure.kept_frames(model)
         if not state.hbm.free_items(model.quant) and spare < 1:
             return False
-        return self._moves.promote(slot, Goal.LOWBIT, reason)
+        return self.bring(slot, reason)
+
+    def bring(self, slot: int, reason: Reason) -> bool:
+        """Begin to bring a page back, into a place that another has left for it while there is one."""
+        pages, model = self._state.pages, int(self._state.pages.model[slot])
+        placed = reason in ("recall", "room") and self._places[model] > 0
+        pages.recalled[slot] = Outcome.COMING if placed else Outcome.NONE
+        if not self._moves.promote(slot, Goal.LOWBIT, reason):
+            return False
+        self._places[model] -= placed
+        return True
+
+    def has_place(self, session: Session) -> bool:
+        """Another page has left for one of the session's."""
+        room = self._pressure.budgets.room(session) - self._pressure.demanded(session)
+        return self._places[session.model.index] > 0 and room >= session.model.quant.item
+
+    def _give_place(self, victim: int) -> bool:
+        """A low-bit page leaves so that a cold one can come."""
+        leaves = self._moves.demote(victim, Goal.HOST, "recall")
+        self._places[int(self._state.pages.model[victim])] += leaves
+        return leaves
 
     def _make_room(self, session: Session, waiting: _Waiting, slot: int, lacking: int) -> bool:
         """Low-bit pages with less mass leave for `lacking` wanted ones. True if any room is on its way."""
@@ -224,12 +254,14 @@ class Recall:
         coming = self.slots_coming(session, budgeted)
         if coming >= lacking:
             return True
+        if not self.worth_a_place(np.array([slot]))[0]:
+            return coming > 0
         among = session.pages.view.copy() if budgeted else pages.slots()
         victims = self._victims(among, model.index, waiting.masses[slot], set(waiting.slots))
         for victim in victims[: lacking - coming]:
             if self._moves.full():
                 return True
-            coming += self._moves.demote(victim, Goal.HOST, "recall")
+            coming += self._give_place(victim)
         return coming > 0
 
     def slots_coming(self, session: Session, budgeted: bool) -> int:
@@ -293,4 +325,4 @@ class Recall:
         for victim, page in list(zip(leaving, coming.tolist(), strict=False))[:SWAPS_A_TICK]:
             if pages.goal[victim] or self._moves.full() or pages.mass[page] <= HYSTERESIS * worth[victim]:
                 break
-            self._moves.demote(victim, Goal.HOST, "recall")
+            self._give_place(victim)

@@ -325,6 +325,7 @@ def main() -> None:
     parser.add_argument("--digest-bytes", type=int, default=32)
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--recent-tokens", type=int, default=64)
+    parser.add_argument("--waste-limit", type=float, default=0.25)
     parser.add_argument("--device", default=CPU)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
@@ -351,6 +352,7 @@ def main() -> None:
                     digest_bytes=given.digest_bytes,
                     digest_models=config.digest_models,
                     recent_tokens=given.recent_tokens,
+                    waste_limit=given.waste_limit,
                 )
             )
 

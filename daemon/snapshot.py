@@ -83,6 +83,7 @@ class Snapshot:
             "prefetched_late": counters.prefetched["late"],
             "prefetched_wasted": counters.prefetched["wasted"],
             "prefetched_cancelled": counters.prefetched["cancelled"],
+            "prefetched_filled": counters.prefetched["filled"],
             "ping_pong_pages": counters.ping_pongs,
             "needed_but_cold_pages": counters.needed_cold,
             "missed_mass": counters.missed_mass.mean,

@@ -20,7 +20,7 @@ from tierkv.daemon.counters import Counters
 from tierkv.daemon.digest_choice import chosen_form
 from tierkv.daemon.events import Instruction, SendPlan
 from tierkv.daemon.middle import middle_below, middle_class, middle_codec
-from tierkv.daemon.pages import Guard, Ladder, PageStore
+from tierkv.daemon.pages import Guard, Ladder, Outcome, PageStore
 from tierkv.daemon.policy import Policy, Thresholds
 from tierkv.daemon.policy import get as get_policy
 from tierkv.daemon.sessions import Client, Model, Session
@@ -55,7 +55,8 @@ class BrainConfig:
     describe (0: all), `digest` their form, of which `digest_bytes` are those of a transform's record, and
     `digest_models` what calibrations for it are at hand (`prefetch.digest_forms`). `promotion_batch`: bytes that are
     read for promotions at a time (`moves.BATCHES` in flight). `retain_most` is how many seconds a hint may keep pages
-    from leaving HBM. `predict`: silent sessions are taken for paused.
+    from leaving HBM. `predict`: silent sessions are taken for paused. `waste_limit` is the share that may
+    be wasted of pages that take others' places (1: any).
     """
 
     hbm_bytes: int
@@ -85,6 +86,7 @@ class BrainConfig:
     max_moves_in_flight: int = 32
     move_bandwidth: int = 0
     promotion_batch: int = 8 << 20
+    waste_limit: float = 0.25
     retain_most: float = 600.0
     predict: bool = False
     log_events: int = 10_000
@@ -126,7 +128,7 @@ class State:
         self.dirty: set[int] = set()  # sessions with a plan to send
         self.quiet: set[int] = set()  # sessions whose plan may wait for the next tick (host replicas only)
         self.counters = Counters()
-        self.waste = Waste()
+        self.waste = Waste(config.waste_limit)
         self.out: list[Instruction] = []
         self.now = 0.0
         self.draining = False
@@ -368,6 +370,9 @@ class State:
 
     def discard(self, slot: int) -> None:
         """Free a page that nobody names; while a move runs on it, the move's end does."""
+        if self.pages.recalled[slot] == Outcome.PENDING:
+            self.pages.recalled[slot] = Outcome.NONE
+            self.count_outcome("wasted", self.owner_of(slot))
         if self.pages.moving[slot]:
             self.pages.doomed[slot] = True
             return

@@ -40,20 +40,20 @@ class Tiers:
         self._note(slot, reason)
         if after != before:
             self._count_to_and_fro(slot, up=RUNG.index(after) < RUNG.index(before))
-        if before == "host" and reason == "recall":
-            owner = state.owner_of(slot)
-            awaited = owner is not None and owner.step < pages.wanted_until[slot]
-            pages.recalled[slot] = Outcome.AWAITED if awaited else Outcome.PENDING
+        if before == "host" and reason in ("recall", "room"):
+            placed = pages.recalled[slot] == Outcome.COMING
+            pages.recalled[slot] = Outcome.PENDING if placed else Outcome.NONE
+            if not placed:
+                state.count_outcome("filled", state.owner_of(slot))
         state.counters.moved_pages[before, after, reason] += 1
         state.counters.recalled_pages += before == "host"
         state.touch(slot)
 
     def _left(self, slot: int) -> None:
         """The page is cold again: if nobody attended it much since it came back, that was for nothing."""
-        state, outcome = self._state, Outcome(int(self._state.pages.recalled[slot]))
-        if outcome in (Outcome.PENDING, Outcome.AWAITED):
+        state = self._state
+        if state.pages.recalled[slot] == Outcome.PENDING:
             state.count_outcome("wasted", state.owner_of(slot))
-        if outcome is Outcome.PENDING:
             state.waste.count(True, state.now)
         state.pages.recalled[slot] = Outcome.NONE
 

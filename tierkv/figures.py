@@ -16,7 +16,8 @@ class SessionFigures(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
         expected_mass: share that the latest estimates gave to them.
         needed_cold_pages: that audits found needed and not attended.
         prefetched: pages brought back because attention was expected on them: `used`, `late` (for the step that
-            waited), `wasted` (gone again without), `cancelled` (not wanted any more before they had begun to come).
+            waited), `wasted` (gone again without), `cancelled` (not wanted any more before they had begun to come),
+            `filled` (into free room: no bet, neither used nor wasted).
         ping_pongs: pages demoted within 32 steps of their promotion.
         blocked_seconds: that its steps waited for the daemon, by the worker's clock, as of its last observation.
     """

@@ -25,6 +25,10 @@ class Record(msgspec.Struct, frozen=True):
             (`measure.DIRECT_AGGREGATES`).
         direct_late: `captured_direct` by estimates of the query before (`late`), but for KV heads whose query moved far
             (`corrected`), which are the share `redone`.
+        step_ms: served: median decode step that is no audit; `blocked_ms_per_token` is of decode steps, too.
+        chunk_blocked_ms: served: that a question's chunk waited.
+        brought, filled: served: pages that took others' places (`wasted_ratio` is of those), or came into free room.
+            `captured_mass` is then the share of attention on pages in HBM, those read in place not counted.
     """
 
     input: str
@@ -44,3 +48,7 @@ class Record(msgspec.Struct, frozen=True):
     direct_by_aggregate: dict[str, float] | None = None
     direct_late: dict[str, float] | None = None
     questions: int = 0
+    step_ms: float | None = None
+    chunk_blocked_ms: float | None = None
+    brought: int | None = None
+    filled: int | None = None

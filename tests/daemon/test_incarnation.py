@@ -204,7 +204,8 @@ def test_every_setting_of_the_brain_can_be_configured(tmp_path: Path) -> None:
             "state_dir": tmp_path, "demotion": "eager", "backup": "never", "low_watermark": 0.2, "high_watermark": 0.3,
             "sink_tokens": 1, "recent_tokens": 2, "pins": "plan=exact", "pin_quota": 0.25, "page_tokens": 32,
             "layout": "straddling", "min_residency_steps": 3, "max_moves_in_flight": 5, "move_bandwidth": "1MiB",
-            "offload_below": 0.05, "layer_codecs": "1=kivi2",
+            "offload_below": 0.05, "layer_codecs": "1=kivi2", "promotion_batch": "2MiB", "retain_most": 60,
+            "waste_limit": 0.5,
         }
     )  # fmt: skip
     brain = brain_config(loaded.config, 100, 200, 9)
@@ -215,6 +216,7 @@ def test_every_setting_of_the_brain_can_be_configured(tmp_path: Path) -> None:
     assert (brain.sink_tokens, brain.recent_tokens, brain.pins) == (1, 2, (("plan", "exact"),))
     assert (brain.min_residency_steps, brain.max_moves_in_flight, brain.move_bandwidth) == (3, 5, MIB)
     assert brain.codec == "k3v2,1=kivi2"
+    assert (brain.promotion_batch, brain.retain_most, brain.waste_limit) == (2 * MIB, 60.0, 0.5)
     assert brain.thresholds is not None
     assert brain.thresholds.offload_below == 0.05
     defaults = brain_config(load_config({"state_dir": tmp_path}).config, 100, 200, 1)

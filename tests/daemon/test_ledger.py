@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.daemon.test_recall import ask, cold, observe, wait, with_cold_pages
+from tests.daemon.test_recall import ask, cold, fill_up, observe, wait, with_cold_pages
 from tests.stateful.world import WorkerSession, World
 from tierkv.daemon import events
 from tierkv.figures import SessionFigures
@@ -75,17 +75,21 @@ def test_an_observation_that_is_sent_twice_counts_once() -> None:
 
 def test_outcomes_are_the_sessions_own() -> None:
     w, session = with_cold_pages(min_residency_steps=0)
-    w.fork(session)
-    child = max(w.sessions.values(), key=lambda one: one.id)
-    w.settle()
+    fill_up(w)
+    filled = figures(w, session).prefetched["filled"]
+    assert filled > 0
     used, wasted = cold(session)[:2]
     wait(w, session, ask(w, session, [used, wasted], mass=0.5))
     tell(w, session, {used: 0.3})
+    w.fork(session)
+    child = max(w.sessions.values(), key=lambda one: one.id)
+    w.settle()
     late = ask(w, session, cold(session)[:1], mass=0.5, seconds=0.1)
     w.now += 0.2
     w.feed(events.Tick())
     assert w.answers.pop(late)
-    assert figures(w, session).prefetched == {"used": 1, "late": 1, "wasted": 0, "cancelled": 0}
+    told = {"used": 1, "late": 1, "wasted": 0, "cancelled": 0, "filled": filled}
+    assert figures(w, session).prefetched == told
     assert set(figures(w, child).prefetched.values()) == {0}
 
 
@@ -98,15 +102,16 @@ def test_pages_and_bytes_are_those_of_stats() -> None:
     assert (told.client, told.model) == ("a", "model-2")
 
 
-def test_only_pages_that_no_step_had_asked_for_count_for_the_bar() -> None:
+def test_pages_that_a_step_had_asked_for_count_for_the_bar_like_others() -> None:
     w, session = with_cold_pages(min_residency_steps=0)
+    fill_up(w)
     asked, expected = cold(session)[:3], cold(session)[10]
     wait(w, session, ask(w, session, asked, mass=0.5))
     tell(w, session, dict.fromkeys(asked, 0.3))
     waste = w.brain.state.waste
     assert figures(w, session).prefetched["used"] == 3
     waste.count(True, w.now)
-    assert waste.share == 1.0, "none of the three is remembered"
+    assert waste.share == 0.25
     for _ in range(8):
         tell(w, session, {expected: 0.2})
         w.now += 0.3
@@ -114,4 +119,4 @@ def test_only_pages_that_no_step_had_asked_for_count_for_the_bar() -> None:
         w.settle()
     assert session.rows[expected].kind == Kind.QUANTIZED
     assert figures(w, session).prefetched["used"] == 4
-    assert waste.share == 0.5
+    assert waste.share == 0.2

@@ -190,7 +190,7 @@ def test_sessions_are_listed_for_people_and_programs(daemon: Daemon) -> None:
     assert (told["session"], told["model"], told["tokens"], told["step"]) == (session.id, "m", 49, 1)
     assert (told["attention_recall"], told["missed_mass"], told["needed_cold_pages"]) == (0.75, 0.25, 3)
     assert told["pages"] == {"hbm": 4, "middle": 0, "quantized": 0, "host": 0, "dropped": 0}
-    assert told["prefetched"] == {"used": 0, "late": 0, "wasted": 0, "cancelled": 0}
+    assert told["prefetched"] == {"used": 0, "late": 0, "wasted": 0, "cancelled": 0, "filled": 0}
     assert told["blocked_seconds"] >= 0
     assert head.split()[:3] == ["session", "worker", "model"]
     assert line.split()[0] == str(session.id) and "4/0/0" in line and "75.0%" in line
