@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.benchmarks import pairs
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.pages import Guard, Ladder
 from tierkv.daemon.scoring import Scores
 from tierkv.daemon.sessions import Client, Session
-from tierkv.daemon.state import BrainConfig, State
+from tierkv.daemon.state import State
 from tierkv.geometry import PAGE_TOKENS, Geometry
 from tierkv.protocol import SessionOptions
 from tierkv.regions import Region

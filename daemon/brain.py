@@ -20,6 +20,7 @@ from tierkv.daemon import events, late
 from tierkv.daemon.acts import Act
 from tierkv.daemon.adoption import Adoption
 from tierkv.daemon.allocator import aligned
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.events import Answer, Event, Instruction
 from tierkv.daemon.explain import explain
 from tierkv.daemon.failures import refusal
@@ -36,7 +37,7 @@ from tierkv.daemon.returns import Returns
 from tierkv.daemon.scoring import Scores
 from tierkv.daemon.sessions import Client, Session
 from tierkv.daemon.snapshot import Snapshot, figures, session_stats, take_snapshot
-from tierkv.daemon.state import BrainConfig, State
+from tierkv.daemon.state import State
 from tierkv.errors import (
     Backpressure,
     BudgetTooSmall,

@@ -10,7 +10,7 @@ from tierkv.prefetch.digest_forms import form_of
 from tierkv.prefetch.digests import DigestForm
 
 if TYPE_CHECKING:
-    from tierkv.daemon.state import BrainConfig
+    from tierkv.daemon.brain_config import BrainConfig
 
 
 def chosen_form(config: BrainConfig, model_id: str, geometry: Geometry) -> DigestForm:

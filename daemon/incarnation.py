@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tierkv.daemon import events, registry, statedir
 from tierkv.daemon.brain import Brain
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.config import DaemonConfig
 from tierkv.daemon.gpu import open_gpu
 from tierkv.daemon.http import HttpServer, Verdict, loop_verdict, version
@@ -24,7 +25,6 @@ from tierkv.daemon.policy_settings import policy_of
 from tierkv.daemon.pools import HOST_FILE
 from tierkv.daemon.service import ALL_LAYERS, Service, ServiceConfig
 from tierkv.daemon.snapshot import Snapshot
-from tierkv.daemon.state import BrainConfig
 
 log = logging.getLogger(__name__)
 

@@ -107,15 +107,13 @@ class TableState(_Struct):
 
     session: int
     version: int
-    length: int
-    """Committed tokens: the horizon."""
+    length: int  # committed tokens: the horizon
     pages: list[PageEntry]
     blanks: list[BlankPage] = []
     codec_state: int = -1
     tail_open: bool = False
     """The last page still takes tokens (`lay_out` continues it); False after a crop into a sealed page."""
     digest: str = "deviation"
-    """As of `Plan`."""
 
 
 # Attach (Unix stream socket) -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tierkv.benchmarks.pauses.life import GEOMETRY, Agent
 from tierkv.benchmarks.pauses.records import Record
 from tierkv.benchmarks.pauses.shell import Shell
 from tierkv.daemon.allocator import aligned
-from tierkv.daemon.state import BrainConfig
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.errors import ConfigError
 from tierkv.hint_messages import Pause
 from tierkv.quant import get

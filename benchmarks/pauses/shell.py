@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator
 
 from tierkv.daemon import events
 from tierkv.daemon.brain import Brain
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.events import Answer, Copy, Event, FitCodec, Quantize, SendPlan, Summarize
-from tierkv.daemon.state import BrainConfig
 from tierkv.protocol import Result
 
 TICK_SECONDS = 0.05

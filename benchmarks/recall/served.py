@@ -22,7 +22,6 @@ from tierkv.benchmarks.recall.inputs import Ask, Input
 from tierkv.benchmarks.recall.records import Record
 from tierkv.figures import SessionFigures
 from tierkv.geometry import DTypeName, Geometry
-from tierkv.prefetch.digests import digest_shape
 from tierkv.protocol import Audit
 from tierkv.recall import RecallMode, RecallOptions
 from tierkv.study.episodes import recalled
@@ -73,6 +72,7 @@ class Served(NamedTuple):
     after: SessionFigures
     chunk_seconds: float  # blocked in questions' chunks
     brought: dict[str, int]  # pages that came back, over reading and asks, by outcome
+    digest_bytes: int  # of a cold page
 
 
 def budget_bytes(given: Input, share: float, geometry: Geometry) -> int | None:
@@ -135,6 +135,7 @@ def serve(
         start = _figures(client, session)
         asked = [_ask(worker, tokenizer, client, session, cache, ask) for ask in given.asks]
         end = _figures(client, session)
+        digests = session.pool.digests
         cache.close()  # what came and was not attended by now is wasted
         told = client.stats()
         return Served(
@@ -143,6 +144,7 @@ def serve(
             sum(one.tokens for one in asked), [one.correct for one in asked if one.correct is not None],
             start, end, sum(one.chunk_seconds for one in asked),
             {outcome: int(told[f"prefetched_{outcome}"]) for outcome in ("used", "wasted", "filled", "late")},
+            0 if digests is None or arm.mode == "off" else digests.shape.nbytes,
         )  # fmt: skip
     finally:
         cache.close()
@@ -197,7 +199,7 @@ def record(given: Input, share: float, arm: Arm, geometry: Geometry, served: Ser
         probe_recall=mean(served.correct) if served.correct else None,
         captured_mass=mean(1 - audit.missed for audit in served.audits),
         mass_ratio=_ratio(sum(a.estimated for a in served.audits), sum(a.missed for a in served.audits)),
-        digest_bytes_ratio=0.0 if arm.mode == "off" else digest_shape(geometry, 0).nbytes / geometry.page_bytes,
+        digest_bytes_ratio=served.digest_bytes / geometry.page_bytes,
         wasted_ratio=_ratio(brought["wasted"], brought["used"] + brought["wasted"]),
         blocked_ms_per_token=1e3 * blocked / served.tokens,
         step_ms=1e3 * statistics.median(served.steps),

@@ -7,8 +7,8 @@ import pytest
 
 from tests.stateful.world import LARGE, SMALL, WorkerSession, World
 from tierkv.daemon import events
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.policy import POLICIES, Thresholds
-from tierkv.daemon.state import BrainConfig
 from tierkv.protocol import Failure, Reserved, SessionOptions
 from tierkv.regions import Region, Run
 from tierkv.table import Kind

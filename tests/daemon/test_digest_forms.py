@@ -6,8 +6,8 @@ from tests.stateful.world import WorkerSession, World
 from tierkv.daemon import events
 from tierkv.daemon.allocator import aligned
 from tierkv.daemon.brain import Brain
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.policy import Thresholds
-from tierkv.daemon.state import BrainConfig
 from tierkv.geometry import Geometry
 from tierkv.prefetch.digest_settings import DigestSetting
 from tierkv.prefetch.transform_digests import TransformForm

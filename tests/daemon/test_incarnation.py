@@ -21,11 +21,11 @@ from tests.fake_cuda import UUIDS, FakeDriver, fake_gpu
 from tierkv import handshake
 from tierkv.daemon import statedir
 from tierkv.daemon.brain import Brain
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.config import load_config
 from tierkv.daemon.events import Tick
 from tierkv.daemon.incarnation import Incarnation, brain_config
 from tierkv.daemon.policy import get as get_policy
-from tierkv.daemon.state import BrainConfig
 from tierkv.errors import ConfigError, StateDirectoryLocked
 from tierkv.protocol import PROTOCOL_VERSION, Attach
 

@@ -15,12 +15,12 @@ import pytest
 from tests.quant.pages import gaussian_page
 from tierkv.daemon import events
 from tierkv.daemon.brain import Brain
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.cpu_carrier import CpuCarrier
 from tierkv.daemon.forms import Forms
 from tierkv.daemon.mover import Mover
 from tierkv.daemon.policy import Thresholds
 from tierkv.daemon.pools import HbmPool, HostPool
-from tierkv.daemon.state import BrainConfig
 from tierkv.geometry import Geometry
 from tierkv.protocol import Reserved, Result, SessionOptions, Table
 from tierkv.quant import get

@@ -13,8 +13,8 @@ from tierkv.daemon import events
 from tierkv.daemon.acts import Act
 from tierkv.daemon.allocator import SizeClass, aligned
 from tierkv.daemon.brain import Brain
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.pages import Goal, Outcome
-from tierkv.daemon.state import BrainConfig
 from tierkv.prefetch.deviation import DEVIATION
 from tierkv.protocol import Audit, Failure, Ready, Reserved, SessionOptions
 from tierkv.quant import get

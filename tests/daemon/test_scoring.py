@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.pages import Goal, Guard, Ladder
 from tierkv.daemon.policy.exponential import _score_sessions
 from tierkv.daemon.scoring import Scores, _ascending, warm_up
 from tierkv.daemon.scoring_kernels import clear, settle
 from tierkv.daemon.sessions import Client, Session
-from tierkv.daemon.state import BrainConfig, State
+from tierkv.daemon.state import State
 from tierkv.geometry import Geometry
 from tierkv.protocol import SessionOptions
 from tierkv.regions import Region

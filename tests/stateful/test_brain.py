@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.stateful.world import LARGE, SMALL, WorkerSession, World
 from tierkv.daemon import events
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.pages import Guard
 from tierkv.daemon.policy import Thresholds
-from tierkv.daemon.state import BrainConfig
 from tierkv.hint_messages import (
     AgentHint,
     DependsOn,

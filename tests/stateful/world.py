@@ -14,8 +14,8 @@ import numpy as np
 
 from tierkv.daemon import events
 from tierkv.daemon.brain import Brain
+from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.events import Answer, Copy, FitCodec, Instruction, Quantize, SendPlan, Summarize
-from tierkv.daemon.state import BrainConfig
 from tierkv.geometry import Geometry
 from tierkv.protocol import (
     GeometryFields,
