@@ -161,8 +161,8 @@ class DaemonConfig(BaseSettings):
     compares none. It costs what encoding two more pages does."""
     move_bandwidth: Size = 0
     """Bytes a second that moves may take from decoding; 0 is unbounded."""
-    predict: bool = True
-    """Take a session that is silent for 3 s for paused, for as long as it usually is (callers give no hints)."""
+    predict: bool = False
+    """Take a session that is silent for 3 s for paused, for as long as its silences usually last."""
     promotion_batch: Annotated[Size, Field(ge=1)] = 8 << 20
     """Bytes read from host memory for promotions at a time; two batches are in flight at most."""
     retain_most: Seconds = 600.0

@@ -224,15 +224,9 @@ class _FromSnapshot(Collector):
             {(): counters.expected_mass},
         )  # fmt: skip
         yield _gauge(
-            "prefetch_wasted_ratio", "Wasted among the last 64 pages that took others' places.", [],
+            "prefetch_wasted_ratio", "Wasted among pages that took others' places and were attended or left.", [],
             {(): now.wasted_share},
         )  # fmt: skip
-        yield _gauge(
-            "prefetch_bar_lift",
-            "Lift below which no cold page takes another's place.",
-            [],
-            {(): now.waste_bar},
-        )
         yield _histogram(
             "recall_seconds",
             "From a step's request for pages to its answer.",

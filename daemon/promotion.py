@@ -42,7 +42,7 @@ class Promotion:
                 self._pressure.fit(model, at_least=FIT_EAGERLY_AT)
         if moves.full() or self._pressure.asked:
             return
-        state.waste.fade(state.now)
+        state.waste.forgive(self._recall.open_bets(), state.now)
         self._bring_back()
 
     def _bring_back(self) -> None:

@@ -22,7 +22,7 @@ from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import Goal, Guard, Ladder, Outcome, Reason
 from tierkv.daemon.pressure import Pressure
 from tierkv.daemon.scoring import Scores, Slots
-from tierkv.daemon.sessions import Session
+from tierkv.daemon.sessions import Model, Session
 from tierkv.daemon.state import State
 from tierkv.daemon.wants import ranked, sizes
 from tierkv.errors import UnknownSession
@@ -89,7 +89,7 @@ class Recall:
         pages.recalled[slots[used]] = Outcome.USED
         self._state.count_outcome("used", session, int(np.count_nonzero(used)))
         for _ in range(int(np.count_nonzero(used))):
-            self._state.waste.count(False, self._state.now)
+            self._state.waste.count(wasted=False)
 
     # Requests ----------------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Recall:
             return coming > 0
         among = session.pages.view.copy() if budgeted else pages.slots()
         victims = self._victims(among, model.index, waiting.masses[slot], set(waiting.slots))
-        for victim in victims[: lacking - coming]:
+        for victim in victims[: min(lacking - coming, state.waste.allowed(self.open_bets()))]:
             if self._moves.full():
                 return True
             coming += self._give_place(victim)
@@ -266,14 +266,24 @@ class Recall:
 
     def slots_coming(self, session: Session, budgeted: bool) -> int:
         """Low-bit slots on their way to be free (of the session's own pages, if its budget is what lacks)."""
-        state, pages, model = self._state, self._state.pages, session.model
-        leaving = pages.live & (pages.model == model.index) & (pages.goal == Goal.HOST)
-        leaving &= pages.kind == Kind.QUANTIZED
+        model = session.model
         if budgeted:
+            leaving = self._leaving(model)
             own = np.zeros_like(leaving)
             own[session.pages.view] = True
             return int(np.count_nonzero(leaving & own)) + session.retiring_bytes // model.quant.item
-        return int(np.count_nonzero(leaving)) + state.retiring_items[model.quant]
+        return self.slots_leaving(model)
+
+    def slots_leaving(self, model: Model) -> int:
+        """The same of all sessions."""
+        return int(np.count_nonzero(self._leaving(model))) + self._state.retiring_items[model.quant]
+
+    def _leaving(self, model: Model) -> NDArray[np.bool_]:
+        """By slot: low-bit pages on their way to host memory."""
+        pages = self._state.pages
+        leaving = pages.live & (pages.model == model.index) & (pages.goal == Goal.HOST)
+        low: NDArray[np.bool_] = leaving & (pages.kind == Kind.QUANTIZED)
+        return low
 
     def _victims(self, among: Slots, model: int, mass: float, spared: set[int]) -> list[int]:
         """Low-bit pages that may leave for a page of `mass`: of paused sessions, then the least attended first."""
@@ -293,8 +303,18 @@ class Recall:
 
     # In the background -------------------------------------------------------------------------------------------
 
+    def open_bets(self) -> int:
+        """Pages that took another's place, or are about to, and were not attended yet."""
+        state, recalled = self._state, self._state.pages.recalled[self._state.pages.slots()]
+        for index in list(self._places):  # what others took is not waited for
+            model = state.models_by_index[index]
+            leaving = self.slots_leaving(model)
+            self._places[index] = min(self._places[index], leaving + state.hbm.free_items(model.quant))
+        taken = (recalled == Outcome.PENDING) | (recalled == Outcome.COMING)
+        return int(np.count_nonzero(taken)) + self._places.total()
+
     def worth_a_place(self, cold: Slots) -> NDArray[np.bool_]:
-        """Which cold pages are expected to get so much that others may leave for them (`waste`)."""
+        """Which cold pages are expected to be used, so that others may leave for them."""
         pages, state = self._state.pages, self._state
         owners, which = np.unique(pages.owner[cold], return_inverse=True)
         tokens = np.array([state.sessions[o].length if o in state.sessions else 0 for o in owners.tolist()])
@@ -322,7 +342,8 @@ class Recall:
         ]  # fmt: skip
         worth = dict(zip(settled, self._scores.worth(np.array(settled, np.int64)).tolist(), strict=True))
         leaving = sorted(settled, key=worth.__getitem__)
-        for victim, page in list(zip(leaving, coming.tolist(), strict=False))[:SWAPS_A_TICK]:
+        most = min(SWAPS_A_TICK, self._state.waste.allowed(self.open_bets()))
+        for victim, page in list(zip(leaving, coming.tolist(), strict=False))[:most]:
             if pages.goal[victim] or self._moves.full() or pages.mass[page] <= HYSTERESIS * worth[victim]:
                 break
             self._give_place(victim)

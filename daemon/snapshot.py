@@ -28,7 +28,7 @@ class Snapshot:
     Attributes:
         pages: pages by (tier, region); open and blank pages count as `hbm`.
         tier_bytes: replica bytes by tier: exact, middle and low-bit in HBM, any in host.
-        wasted_share, waste_bar: `waste.Waste` of pages that came back in the background.
+        wasted_share: of pages that took others' places and were attended or left (`waste.Waste`).
         page_scores: scores of sealed attendable or host pages by region, as of the last rescoring.
     """
 
@@ -52,7 +52,6 @@ class Snapshot:
     counters: Counters
     page_scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     wasted_share: float = 0.0
-    waste_bar: float = 0.0
 
     def flat(self) -> dict[str, float]:
         """The same as plain numbers (the `Stats` reply)."""
@@ -149,7 +148,6 @@ def take_snapshot(state: State, moves: Moves, adopting: bool) -> Snapshot:
         counters=state.counters,
         page_scores={r.label: pages.score[scored[pages.region[scored] == r]] for r in Region},
         wasted_share=state.waste.share,
-        waste_bar=state.waste.bar,
     )
 
 

@@ -321,6 +321,7 @@ class State:
         if self.pages.recalled[slot] == Outcome.PENDING:
             self.pages.recalled[slot] = Outcome.NONE
             self.count_outcome("wasted", self.owner_of(slot))
+            self.waste.count(wasted=True)
         if self.pages.moving[slot]:
             self.pages.doomed[slot] = True
             return

@@ -54,7 +54,7 @@ class Tiers:
         state = self._state
         if state.pages.recalled[slot] == Outcome.PENDING:
             state.count_outcome("wasted", state.owner_of(slot))
-            state.waste.count(True, state.now)
+            state.waste.count(wasted=True)
         state.pages.recalled[slot] = Outcome.NONE
 
     def _count_to_and_fro(self, slot: int, up: bool) -> None:

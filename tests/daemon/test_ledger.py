@@ -110,7 +110,7 @@ def test_pages_that_a_step_had_asked_for_count_for_the_bar_like_others() -> None
     tell(w, session, dict.fromkeys(asked, 0.3))
     waste = w.brain.state.waste
     assert figures(w, session).prefetched["used"] == 3
-    waste.count(True, w.now)
+    waste.count(wasted=True)
     assert waste.share == 0.25
     for _ in range(8):
         tell(w, session, {expected: 0.2})

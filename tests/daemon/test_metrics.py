@@ -47,7 +47,6 @@ LEDGER = {
     "tierkv_attention_recall_ratio": "_count",
     "tierkv_prefetch_pages_total": "",
     "tierkv_prefetch_wasted_ratio": "",
-    "tierkv_prefetch_bar_lift": "",
     "tierkv_needed_but_cold_pages_total": "",
     "tierkv_needed_but_cold_mass_ratio": "_count",
     "tierkv_expected_cold_mass_ratio": "_count",
@@ -94,7 +93,7 @@ def test_figures_of_recall_are_the_snapshots() -> None:
     counters.expected_mass.add(0.2)
     counters.audited(Audit(0.7, 0.9, 0.3, 0.2, 2))
     counters.prefetched["cancelled"] = 4
-    now = replace(EMPTY, counters=counters, wasted_share=0.125, waste_bar=2.0)
+    now = replace(EMPTY, counters=counters, wasted_share=0.125)
     found = samples(Metrics(1, lambda: now))
     assert value(found, "tierkv_ping_pong_pages_total") == 3
     assert value(found, "tierkv_blocked_seconds_total") == 1.5
@@ -102,7 +101,6 @@ def test_figures_of_recall_are_the_snapshots() -> None:
     assert value(found, "tierkv_needed_but_cold_mass_ratio_sum") == pytest.approx(0.3)
     assert value(found, "tierkv_prefetch_pages_total", outcome="cancelled") == 4
     assert value(found, "tierkv_prefetch_wasted_ratio") == 0.125
-    assert value(found, "tierkv_prefetch_bar_lift") == 2.0
 
 
 def test_audits_fill_the_histogram_of_attention_recall() -> None:

@@ -1,4 +1,4 @@
-"""The queue of promotions and the bar of waste: properties of pure functions."""
+"""The queue of promotions: properties of a pure function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.daemon.wants import NOBODY_WAITS, ranked
-from tierkv.daemon.waste import HALF_LIFE_SECONDS, HIGHEST_BAR, LEAST_KNOWN, LOWEST_BAR, REMEMBERED, Waste
 
 NOW = 10.0
 want = st.tuples(
@@ -42,44 +41,3 @@ def test_a_small_page_of_little_mass_comes_before_a_large_one_of_more() -> None:
 
 def test_what_came_too_late_for_its_step_is_like_any_other() -> None:
     assert order([(0.1, 1, 9.0), (0.2, 1, NOBODY_WAITS), (0.05, 1, 11.0)]) == [2, 1, 0]
-
-
-@given(st.lists(st.tuples(st.booleans(), st.sampled_from([0.0, 1.0, 20.0])), max_size=200))
-def test_the_bar_is_none_or_between_its_bounds_and_rises_only_while_too_much_is_wasted(
-    outcomes: list[tuple[bool, float]],
-) -> None:
-    waste, now, last = Waste(), 0.0, []
-    for wasted, seconds in outcomes:
-        now += seconds
-        waste.fade(now)
-        before = waste.bar
-        waste.count(wasted, now)
-        last = [*last, wasted][-REMEMBERED:]
-        assert waste.share == sum(last) / len(last)
-        assert waste.bar == 0.0 or LOWEST_BAR <= waste.bar <= HIGHEST_BAR
-        rises = len(last) >= LEAST_KNOWN and waste.share > 0.2
-        assert waste.bar > before or not rises or before == HIGHEST_BAR
-        assert waste.bar <= before or rises
-
-
-def test_few_outcomes_raise_no_bar() -> None:
-    waste = Waste()
-    for _ in range(LEAST_KNOWN - 1):
-        waste.count(True, 0.0)
-    assert (waste.share, waste.bar) == (1.0, 0.0)
-    waste.count(True, 0.0)
-    assert waste.bar == LOWEST_BAR
-
-
-def test_a_bar_that_lets_nothing_pass_sinks_by_itself() -> None:
-    waste = Waste()
-    for _ in range(100):
-        waste.count(True, 0.0)
-    assert waste.bar == HIGHEST_BAR
-    for halved in range(1, 5):
-        waste.fade(halved * HALF_LIFE_SECONDS - 0.1)
-        assert waste.bar == HIGHEST_BAR / 2 ** (halved - 1)
-        waste.fade(halved * HALF_LIFE_SECONDS)
-        assert waste.bar == HIGHEST_BAR / 2**halved
-    waste.fade(5 * HALF_LIFE_SECONDS)
-    assert waste.bar == 0.0
