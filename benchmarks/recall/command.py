@@ -19,6 +19,9 @@ def recall(
     count: Annotated[
         int | None, typer.Option("--inputs", min=1, max=18, help="How many inputs; by default all.")
     ] = None,
+    serve: Annotated[
+        int, typer.Option(min=0, help="How many of these a daemon serves, too: some three minutes each.")
+    ] = 3,
     data: Annotated[
         Path | None,
         typer.Option(help="Folder of tau-airline; by default ../shared/data/tau_airline, if it is there."),
@@ -48,7 +51,7 @@ def recall(
         from tierkv.study.memdecay.cli import progress, show, write
         from tierkv.study.model import load_smollm2
 
-        bench = Bench(*load_smollm2(), folder, recorded, quick, count)
+        bench = Bench(*load_smollm2(), folder, recorded, quick, count, 0 if quick else serve)
         with progress() as told:
             found = bench.run(Parts(out.with_suffix(".parts"), resume, list[Record]), told)
         write(out, found)

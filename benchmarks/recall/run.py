@@ -15,7 +15,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from tierkv.benchmarks.parts import Parts
-from tierkv.benchmarks.recall import arms, inputs, measure, placement, probes
+from tierkv.benchmarks.recall import arms, inputs, measure, placement, probes, served
 from tierkv.benchmarks.recall.arms import (
     BUDGETS,
     DEFAULT,
@@ -84,6 +84,7 @@ class Bench:
     Args:
         folder: of recorded attention.
         count: of inputs; None: all.
+        serve: how many of them are served by a daemon, too (`served.py`).
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class Bench:
         folder: Path,
         quick: bool,
         count: int | None = None,
+        serve: int = 0,
     ) -> None:
+        self._own_attention, self._serve_first = model.config._attn_implementation, serve
         self._model, self._tokenizer, self._folder = model, tokenizer, folder
         self._report, self._fitting = inputs.report(tokenizer, data), inputs.fitting(tokenizer, data)
         self._report = self._report[:count]
@@ -114,7 +117,17 @@ class Bench:
                 known["records"] = self._measure(given)
                 kept.keep()
             found += known["records"]
+            if number < self._serve_first:
+                if "served" not in known:
+                    told(number, len(self._report), f"{given.title}, served")
+                    known["served"] = self._serve(given)
+                    kept.keep()
+                found += known["served"]
         return found
+
+    def _serve(self, given: Input) -> list[Record]:
+        self._model.set_attn_implementation(self._own_attention)
+        return list(served.measure(self._model, self._tokenizer, given, BUDGETS))
 
     def fitted(self) -> Fitted:
         """On texts that are not reported on."""

@@ -16,9 +16,12 @@ def render(records: Sequence[Record]) -> Group:
     budgets = dict.fromkeys(record.budget for record in records if record.budget is not None)
     families = list(dict.fromkeys(record.input.partition(":")[0] for record in records))
     parts = [_estimators(records, families), _aggregates(records)]
+    served = [record for record in records if record.step_ms is not None]
+    placed = [record for record in records if record.step_ms is None]
     return Group(
-        *parts, *(_budget(records, budget, families) for budget in budgets if budget < 1), _full(records)
-    )
+        *parts, *(_budget(placed, budget, families) for budget in budgets if budget < 1),
+        *([_served(served)] if served else []), _full(records),
+    )  # fmt: skip
 
 
 def _estimators(records: Sequence[Record], families: Sequence[str]) -> Table:
@@ -74,6 +77,37 @@ def _budget(records: Sequence[Record], budget: float, families: Sequence[str]) -
             arm, _percent(own[0].digest_bytes_ratio), _mean(r.attention_recall for r in own), _of_oracle(own),
             *(_of_oracle([r for r in own if r.input.startswith(family)]) for family in families),
             _mean(r.probe_recall for r in own), _mean(r.captured_mass for r in own), _mean(r.wasted_ratio for r in own),
+        )  # fmt: skip
+    return table
+
+
+def _served(records: Sequence[Record]) -> Table:
+    table = plain_table(
+        "Served by a daemon: attention attended, in HBM and in place; waiting; pages that took places"
+    )
+    columns = (
+        "input",
+        "budget",
+        "arm",
+        "recall",
+        "in HBM",
+        "answers",
+        "blocked ms",
+        "of a step",
+        "wasted",
+        "of",
+        "filled",
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("input", "arm") else "right")
+    for r in records:
+        blocked = (
+            None if r.blocked_ms_per_token is None or not r.step_ms else r.blocked_ms_per_token / r.step_ms
+        )
+        table.add_row(
+            r.input, _percent(r.budget), r.arm, _mean([r.attention_recall]), _mean([r.captured_mass]),
+            _mean([r.probe_recall]), _mean([r.blocked_ms_per_token]), _percent(blocked), _mean([r.wasted_ratio]),
+            str(r.brought), str(r.filled),
         )  # fmt: skip
     return table
 
