@@ -1,8 +1,9 @@
 """Recall as it is served: a daemon and a worker that reads each context and is asked, under a budget of the session.
 
 A question's tokens run as one chunk, its answer as decode steps of its own tokens; then both are cropped off, and the
-next question finds pages where this one left them. Every observation of these steps is an audit: a look at true
-attention over all pages, cold ones included.
+next question finds pages where this one left them. Digests are those of the model's calibration, where there is one in
+the folder that daemons look into. Every observation of these steps is an audit: a look at true attention over all
+pages, cold ones included.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 import torch
 
 import tierkv
+from tierkv import folders
 from tierkv.benchmarks import processes
 from tierkv.benchmarks.recall.inputs import Ask, Input
 from tierkv.benchmarks.recall.records import Record
@@ -41,6 +43,9 @@ POOL_DTYPE: DTypeName = "bfloat16"
 
 ANSWER_STEPS = 12
 """Decode steps of an answer; the observed ones are its last and every fourth before."""
+
+RECENT_TOKENS = 32
+"""Last tokens that stay exact: a small budget has no room for more."""
 
 POOL_SHARE = 2
 """HBM of the daemon is so many times the context's exact bytes: only the session's budget makes a page leave."""
@@ -112,12 +117,15 @@ def attached(model: PreTrainedModel) -> Iterator[AttachedModel]:
 def daemon(given: Input, geometry: Geometry, arm: Arm) -> Iterator[Client]:
     """One of its own for each arm and budget: what it learned of waste is of this one."""
     pool = POOL_SHARE * len(given.tokens) * geometry.token_bytes
-    limit = (
-        "--recent-tokens",
-        "32",
-        *(() if arm.waste_limit is None else ("--waste-limit", str(arm.waste_limit))),
-    )
-    with processes.service(pool, 2 * pool, "k3v2", *limit) as state_dir, tierkv.connect(state_dir) as client:
+    options = ["--recent-tokens", str(RECENT_TOKENS)]
+    if (calibrated := folders.calibrations()).is_dir():
+        options += ["--calibration", str(calibrated)]
+    if arm.waste_limit is not None:
+        options += ["--waste-limit", str(arm.waste_limit)]
+    with (
+        processes.service(pool, 2 * pool, "k3v2", *options) as state_dir,
+        tierkv.connect(state_dir) as client,
+    ):
         yield client
 
 
