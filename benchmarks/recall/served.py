@@ -8,6 +8,7 @@ pages, cold ones included.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from tierkv import folders
 from tierkv.benchmarks import processes
 from tierkv.benchmarks.recall.inputs import Ask, Input
 from tierkv.benchmarks.recall.records import Record
+from tierkv.errors import CapacityError
 from tierkv.figures import SessionFigures
 from tierkv.geometry import DTypeName, Geometry
 from tierkv.protocol import Audit
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from tierkv import Client, Session
     from tierkv.model import AttachedModel
     from tierkv.transformers_cache import TieredCache
+
+log = logging.getLogger(__name__)
 
 MODES: tuple[RecallMode, ...] = get_args(RecallMode)
 
@@ -90,7 +94,7 @@ def measure(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: Input, budgets: Sequence[float],
     arms: Sequence[Arm] = (*ARMS, UNLIMITED),
 ) -> Iterator[Record]:  # fmt: skip
-    """A record for each budget that a session can have, and arm."""
+    """A record for each budget and arm, but for budgets in which a session cannot be, or has no room for a question."""
     with attached(model) as worker:
         geometry = worker.geometry(POOL_DTYPE)
         for share in budgets:
@@ -99,9 +103,12 @@ def measure(
                 continue
             for arm in arms:
                 with daemon(given, geometry, arm) as client:
-                    yield record(
-                        given, share, arm, geometry, serve(worker, tokenizer, client, given, budget, arm)
-                    )
+                    try:
+                        served = serve(worker, tokenizer, client, given, budget, arm)
+                    except CapacityError as error:
+                        log.warning("%s, %s, %.0f%%: %s", given.title, arm.name, 100 * share, error)
+                        continue
+                    yield record(given, share, arm, geometry, served)
 
 
 @contextmanager
