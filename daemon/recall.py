@@ -254,11 +254,9 @@ class Recall:
         coming = self.slots_coming(session, budgeted)
         if coming >= lacking:
             return True
-        if not self.worth_a_place(np.array([slot]))[0]:
-            return coming > 0
         among = session.pages.view.copy() if budgeted else pages.slots()
         victims = self._victims(among, model.index, waiting.masses[slot], set(waiting.slots))
-        for victim in victims[: min(lacking - coming, state.waste.allowed(self.open_bets()))]:
+        for victim in victims[: lacking - coming]:
             if self._moves.full():
                 return True
             coming += self._give_place(victim)
