@@ -8,6 +8,7 @@ from tierkv import attention, quant
 from tierkv.attention.contract import PoolView
 from tierkv.cold_look import ColdLook, Looks
 from tierkv.geometry import Geometry
+from tierkv.prefetch.deviation import DEVIATION
 from tierkv.rows import ColdRows
 from tierkv.table import Kind
 from tierkv.tally import Tally
@@ -21,7 +22,9 @@ def test_an_audit_of_a_query_that_is_not_finite_is_still_a_number() -> None:
         np.array([7, 8]), np.array([0, 576]), np.array([0, 2048]), np.full(2, Kind.EXACT, np.int8),
         np.array([4, 4], np.int32), np.array([0, 4]), np.zeros(2, np.bool_),
     )  # fmt: skip
-    host = PoolView(np.zeros(4096, np.uint8), PAGE, quant.get("k3v2"), np.zeros(0, np.float32), 1)
+    host = PoolView(
+        np.zeros(4096, np.uint8), PAGE, quant.get("k3v2"), np.zeros(0, np.float32), DEVIATION.of(PAGE, 1)
+    )
     look = ColdLook([row], [0], host, host, Looks(estimates=True, audit=True), Tally(attention.get("cpu")))
     assert isinstance(look.seen.estimates, np.ndarray)
     look.seen.estimates[:] = np.nan, 0.25
