@@ -305,7 +305,10 @@ class Recall:
         """Pages that took another's place, or are about to, and were not attended yet."""
         state, recalled = self._state, self._state.pages.recalled[self._state.pages.slots()]
         for index in list(self._places):  # what others took is not waited for
-            model = state.models_by_index[index]
+            model = state.models_by_index.get(index)
+            if model is None:  # its last session was closed
+                del self._places[index]
+                continue
             leaving = self.slots_leaving(model)
             self._places[index] = min(self._places[index], leaving + state.hbm.free_items(model.quant))
         taken = (recalled == Outcome.PENDING) | (recalled == Outcome.COMING)

@@ -98,3 +98,18 @@ def test_a_cold_pages_mass_fades_while_nothing_is_told_of_it(known: list[bool]) 
         w.ask(events.Observed, session.client, session.id, session.step, mass)
         expected = 0.5 * (expected + 0.2) if told else 0.9 * expected
     assert w.brain.state.pages.mass[slot] == pytest.approx(expected, rel=1e-4)
+
+
+def test_places_of_a_model_that_is_gone_are_no_bets() -> None:
+    w, session = with_cold_pages(min_residency_steps=0)
+    fill_up(w)
+    index = w.brain.state.sessions[session.id].model.index
+    w.brain.recall._places[index] = (
+        3  # pages leave, and everything is closed before another takes their places
+    )
+    w.close(session)
+    w.settle()
+    assert index not in w.brain.state.models_by_index
+    w.now += 1.0
+    w.feed(events.Tick())
+    assert w.brain.recall.open_bets() == 0
