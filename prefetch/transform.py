@@ -176,7 +176,8 @@ class Transform:
         usual = variance[..., 1:, :].sum((-1, -2), dtype=np.float64)
         gain = np.sqrt(np.maximum(spread, np.finfo(np.float64).tiny) / np.maximum(usual, TINY))
         code = np.clip(np.rint(GAINS * np.log(gain)) + MIDDLE, 0, NOTHING - 1).astype(np.int64)
-        unit: Floats = np.asarray(found / np.sqrt(variance), np.float32)
+        with np.errstate(over="ignore"):
+            unit: Floats = np.asarray(found / np.sqrt(variance), np.float32)
         unit[..., 1:, :] /= GAIN[code][..., None, None]
         records = np.zeros((*keys.shape[:3], self._size), np.uint8)
         records[..., 0] = np.where(finite, code, NOTHING)

@@ -72,8 +72,8 @@ def _levels() -> Floats:
 
 
 def _boundary_table() -> Floats:
-    """`[EQUAL, EQUAL]`: of codes of so many magnitudes; infinity behind the last."""
-    table = np.full((EQUAL, EQUAL), np.inf, np.float32)
+    """`[EQUAL, EQUAL]`: of codes of so many magnitudes."""
+    table = np.zeros((EQUAL, EQUAL), np.float32)
     for width in range(1, len(BOUNDARIES)):
         table[1 << (width - 1), : len(BOUNDARIES[width])] = BOUNDARIES[width]
     return table
@@ -223,13 +223,13 @@ def _columns(bits: NDArray[np.int64], variance: Floats) -> dict[str, NDArray[np.
 
 @kernel()
 def code_of(unit: np.float32, mask: int) -> int:
-    """The code of a coefficient of unit variance, one of `mask + 1`."""
+    """The code of a coefficient of unit variance, one of `mask + 1`. It may be infinite: keys far above the model's."""
     half, size, index = (mask + 1) >> 1, abs(unit), 0
     if half >= EQUAL:
         step = STEP_4 if half == EQUAL else STEP_5
         index = int(min(size / step, np.float32(half - 1)))
     else:
-        while size >= BOUNDARY_TABLE[half, index]:
+        while index < half - 1 and size >= BOUNDARY_TABLE[half, index]:
             index += 1
     return index + half if unit < 0 else index
 
