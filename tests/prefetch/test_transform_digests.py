@@ -15,7 +15,7 @@ from tierkv.prefetch import digest_forms
 from tierkv.prefetch.deviation import DEVIATION
 from tierkv.prefetch.transform import GAIN, NOTHING, KeySums, solve
 from tierkv.prefetch.transform_digests import TransformDigests, TransformForm, flat_state
-from tierkv.quant.moments import About, KeyTransform, plain_keys
+from tierkv.quant.moments import About, plain_keys
 
 SHAPE = (3, 2, 40, 16, 24)
 GEOMETRY = Geometry(3, 2, 24, "float32")
@@ -115,7 +115,8 @@ def test_keys_that_are_not_finite_spoil_their_own_record_only(bad: float) -> Non
 def test_keys_far_above_the_models_take_the_largest_codes_and_no_others_bits(size: int) -> None:
     """Divided by the model's deviation they are infinite."""
     geometry = Geometry(1, 1, 24, "float32")
-    keys = KeyTransform(*(1e-6 * part if part.ndim == 4 else part for part in plain_keys(geometry)))
+    plain = plain_keys(geometry)
+    keys = plain._replace(variance=np.float32(1e-6) * plain.variance)
     digests = TransformForm(size).of(geometry, 0, flat_state(keys))
     values = np.zeros(geometry.shape, np.float32)
     values[0, 0] = 1e36 * np.random.default_rng(5).standard_normal(values[0, 0].shape)
