@@ -158,7 +158,8 @@ class Brain:
     def _attached(self, event: events.Attached) -> None:
         self.state.clients.setdefault(event.client, Client(event.client))
         lost: list[tuple[int, int, int]] = []
-        for handed in event.sessions:
+        fitted_first = sorted(event.sessions, key=lambda handed: handed.table.codec_state == NOWHERE)
+        for handed in fitted_first:  # one that had not heard yet then finds its family's model
             try:
                 ladder, pins = self._ladder(handed.options.ladder), self._region_pins(handed.options.pins)
                 lost += self.adoption.adopt(event.client, handed, ladder, pins)
