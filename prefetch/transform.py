@@ -111,7 +111,7 @@ def solve(sums: Sequence[KeySums], asked: Floats | Doubles) -> State:
     rows[:, :, 0] -= page_tokens * mean[..., :, None] * mean[..., None, :]  # the other cosines see no mean
     level = np.trace(asked, axis1=-2, axis2=-1)[..., None, None] / dim
     root, inverse = _root(
-        np.where(level > 0, asked, 1.0) / np.where(level > 0, level, 1.0) + EVEN * np.eye(dim)
+        np.where(level > 0, asked, np.eye(dim)) / np.where(level > 0, level, 1.0) + EVEN * np.eye(dim)
     )
     _, vectors = np.linalg.eigh(root @ rows.mean(2) @ root)
     vectors = vectors[..., ::-1]

@@ -8,6 +8,7 @@ process that has it reads the same records.
 from __future__ import annotations
 
 import math
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -106,11 +107,13 @@ class TransformForm:
             raise ValueError(f"a state of digests has {state.size} values; {floats} are needed")
         state = np.ascontiguousarray(state).reshape(-1)
         key = (self.size, geometry, layers, xxhash.xxh3_128_digest(state.data))
-        if key not in _made:
-            while len(_made) >= KEPT:
-                _made.pop(next(iter(_made)), None)
-            _made[key] = self._of(geometry, layers, state)
-        return _made[key]
+        with _making:
+            found = _made.get(key)
+            if found is None:
+                while len(_made) >= KEPT:
+                    del _made[next(iter(_made))]
+                found = _made[key] = self._of(geometry, layers, state)
+        return found
 
     def _of(self, geometry: Geometry, layers: int, state: Floats) -> TransformDigests:
         ends = np.cumsum([math.prod(shape) for shape in _shapes(geometry)])[:-1]
@@ -120,6 +123,8 @@ class TransformForm:
 
 
 _made: dict[tuple[int, Geometry, int, bytes], TransformDigests] = {}
+_making = threading.Lock()
+"""Sessions of several threads ask."""
 
 
 class TransformDigests:

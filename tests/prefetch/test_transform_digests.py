@@ -150,6 +150,13 @@ def test_a_model_has_transform_digests_where_it_was_calibrated() -> None:
         form("transform", pages_of_8)
 
 
+def test_heads_that_nobody_asked_take_all_directions_alike() -> None:
+    sums = KeySums(1, 16, 24)
+    sums.add(keys_of(0)[0, :1], np.full(SHAPE[2], 16))
+    none, even = solve([sums], np.zeros((1, 1, 24, 24))), solve([sums], np.eye(24)[None, None])
+    np.testing.assert_array_equal(none.variance, even.variance)
+
+
 @pytest.mark.parametrize(
     "name", ["", "transform", "transform-", "transform-3", "transform-257", "transform-+8", "box"]
 )
