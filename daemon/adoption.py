@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.daemon.allocator import aligned
+from tierkv.daemon.model_states import reserve
 from tierkv.daemon.pages import Guard, Ladder
 from tierkv.daemon.sessions import Model, Session
 from tierkv.daemon.state import State
@@ -37,9 +38,7 @@ class Adoption:
         """Unclaimed memory is free from now on. Models whose codec state was still unfitted get room for one."""
         self.pending = False
         for model in self._state.models.values():
-            if model.state_bytes and model.state_offset == NOWHERE:
-                block = self._state.hbm.allocate_block(aligned(model.state_bytes))
-                model.state_offset = NOWHERE if block is None else block
+            reserve(self._state, model)
 
     def adopt(
         self, client: str, handed: SessionState, ladder: Ladder, pins: dict[Region, Guard]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from tests.stateful.world import WorkerSession, World
@@ -187,3 +190,15 @@ def test_sessions_that_share_pages_stay_of_one_model(stale_first: bool) -> None:
     w.adopt_plans(stale, acknowledge=True)
     assert model.digest_form.name == fitted.digest == "transform-12"
     assert model.state == fitted.codec_state and model.sessions == {old.id, child.id}
+
+
+def test_a_calibrated_model_is_served_where_pages_fill_hbm_and_its_digests_state_finds_no_room() -> None:
+    known = (*KNOWN, msgspec.structs.replace(KNOWN[0], model_id="model-3"))
+    for setting, form in (("auto", "deviation"), ("transform", None)):
+        w = world("auto", known)
+        append(w, opened(w), 160)
+        w.brain.state.config = replace(w.config, digest=setting)
+        result = w.ask(events.Opened, "a", "model-3", PAGED, SessionOptions())
+        models = {model.model_id: model.digest_form.name for model in w.brain.state.models.values()}
+        assert models.get("model-3") == form and isinstance(result, Failure) == (form is None)
+        assert w.brain.state.hbm.free_bytes < aligned(STATE)
