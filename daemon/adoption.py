@@ -10,11 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.daemon.allocator import aligned
+from tierkv.daemon.model_states import reserve
 from tierkv.daemon.pages import Guard, Ladder
 from tierkv.daemon.sessions import Model, Session
 from tierkv.daemon.state import State
 from tierkv.errors import RequestError
 from tierkv.geometry import Geometry
+from tierkv.prefetch.deviation import DEVIATION
+from tierkv.prefetch.digest_forms import describes
 from tierkv.prefetch.digest_forms import get as get_form
 from tierkv.prefetch.digests import DigestForm
 from tierkv.protocol import PageEntry, SessionState, TableState
@@ -35,9 +38,7 @@ class Adoption:
         """Unclaimed memory is free from now on. Models whose codec state was still unfitted get room for one."""
         self.pending = False
         for model in self._state.models.values():
-            if model.state_bytes and model.state_offset == NOWHERE:
-                block = self._state.hbm.allocate_block(aligned(model.state_bytes))
-                model.state_offset = NOWHERE if block is None else block
+            reserve(self._state, model)
 
     def adopt(
         self, client: str, handed: SessionState, ladder: Ladder, pins: dict[Region, Guard]
@@ -54,7 +55,7 @@ class Adoption:
             fields.num_layers, fields.num_kv_heads, fields.head_dim, fields.dtype, fields.page_tokens
         )
         _check(table, geometry, state.middle is not None)
-        model = state.register_model(handed.model_id, geometry, self._digest_form(handed))
+        model = self._model(handed, geometry)
         self._claim_codec_state(model, table.codec_state)
         session = Session(
             table.session, client, model, handed.options, ladder, pins, state.policy.new_state(), {table.session},
@@ -74,17 +75,32 @@ class Adoption:
         session.tail_open = table.tail_open
         return lost
 
-    def _digest_form(self, handed: SessionState) -> DigestForm | None:
-        """The form that the session's digests have, where their state lies in HBM: it is not fitted anew, and the form
-        stays whatever this owner would choose. `None`: its choice counts, because the model has no state yet.
+    def _model(self, handed: SessionState, geometry: Geometry) -> Model:
+        """That of sessions that share the table's pages (always its first one, too): they read them by one state."""
+        state, table = self._state, handed.table
+        form = self._digest_form(handed, geometry)
+        if table.pages and table.pages[0].page in state.pages.index:
+            slot = state.pages.index[table.pages[0].page]
+            model = state.model_of(slot)
+            if (model.model_id, model.geometry) == (handed.model_id, geometry):
+                return model
+        return state.register_model(handed.model_id, geometry, form)
+
+    def _digest_form(self, handed: SessionState, geometry: Geometry) -> DigestForm:
+        """The form that the session's digests have, whatever this owner would choose: their state lies in HBM and is
+        not fitted anew. Where it does not, there are no digests yet, and a form that cannot be fitted here is given up.
         """
-        table = handed.table
+        state, table = self._state, handed.table
         try:
             form = get_form(table.digest)
         except ValueError as error:
             raise RequestError(f"session {table.session}: {error}") from None
-        unfitted = table.codec_state == NOWHERE or not self._state.config.digest_share
-        return None if unfitted else form
+        known = state.config.digest_models
+        fitted = table.codec_state != NOWHERE or any(
+            describes(about, handed.model_id, geometry) for about in known
+        )
+        keeps = bool(state.config.digest_share) and (fitted or not form.state_floats(geometry))
+        return form if keeps else DEVIATION
 
     def _claim_codec_state(self, model: Model, offset: int) -> None:
         state = self._state

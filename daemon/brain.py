@@ -19,7 +19,6 @@ import numpy as np
 from tierkv.daemon import events, late
 from tierkv.daemon.acts import Act
 from tierkv.daemon.adoption import Adoption
-from tierkv.daemon.allocator import aligned
 from tierkv.daemon.brain_config import BrainConfig
 from tierkv.daemon.events import Answer, Event, Instruction
 from tierkv.daemon.explain import explain
@@ -27,6 +26,7 @@ from tierkv.daemon.failures import refusal
 from tierkv.daemon.frames import RETRY_AFTER_SECONDS, Frames
 from tierkv.daemon.hints import Hints
 from tierkv.daemon.integrity import check_integrity
+from tierkv.daemon.model_states import open_model
 from tierkv.daemon.moves import Moves
 from tierkv.daemon.pages import Guard, Ladder
 from tierkv.daemon.pins import PIN_LEVELS, Pins
@@ -159,7 +159,8 @@ class Brain:
     def _attached(self, event: events.Attached) -> None:
         self.state.clients.setdefault(event.client, Client(event.client))
         lost: list[tuple[int, int, int]] = []
-        for handed in event.sessions:
+        fitted_first = sorted(event.sessions, key=lambda handed: handed.table.codec_state == NOWHERE)
+        for handed in fitted_first:  # one that had not heard yet then finds its family's model
             try:
                 ladder, pins = self._ladder(handed.options.ladder), self._region_pins(handed.options.pins)
                 lost += self.adoption.adopt(event.client, handed, ladder, pins)
@@ -227,19 +228,15 @@ class Brain:
         self._admit()
         state, options = self.state, event.options
         ladder, pins = self._ladder(options.ladder), self._region_pins(options.pins)
-        model = state.register_model(event.model_id, event.geometry)
+        model = open_model(state, event.model_id, event.geometry)
+        if model is None:
+            raise self.frames.full()
         if options.hbm_budget and options.hbm_budget < LEAST_BUDGET_PAGES * model.exact.frame:
             state.forget_model(model)
             raise BudgetTooSmall(
                 f"hbm_budget is {options.hbm_budget:,} bytes; {LEAST_BUDGET_PAGES} pages of "
                 f"{model.exact.frame:,} bytes are the least"
             )
-        if model.state_bytes and model.state_offset == NOWHERE:
-            block = state.hbm.allocate_block(aligned(model.state_bytes))
-            if block is None:
-                state.forget_model(model)
-                raise self.frames.full()
-            model.state_offset = block
         session = Session(
             state.new_session_id(),
             event.client,

@@ -190,6 +190,7 @@ class Incarnation:
             "stats": snapshot.flat() if snapshot else {},
             "origins": self._origins,
             "calibrations": dict(self.service.calibrations.fits),
+            "digests": snapshot.digests if snapshot else {},
         }
 
     # Parts -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Snapshot:
         pages: pages by (tier, region); open and blank pages count as `hbm`.
         tier_bytes: replica bytes by tier: exact, middle and low-bit in HBM, any in host.
         wasted_share: of pages that took others' places and were attended or left (`waste.Waste`).
+        digests: the form of each model's digests, by the model's id; several where sessions outlived an owner.
         page_scores: scores of sealed attendable or host pages by region, as of the last rescoring.
     """
 
@@ -52,6 +53,7 @@ class Snapshot:
     counters: Counters
     page_scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     wasted_share: float = 0.0
+    digests: dict[str, list[str]] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """The same as plain numbers (the `Stats` reply)."""
@@ -148,7 +150,17 @@ def take_snapshot(state: State, moves: Moves, adopting: bool) -> Snapshot:
         counters=state.counters,
         page_scores={r.label: pages.score[scored[pages.region[scored] == r]] for r in Region},
         wasted_share=state.waste.share,
+        digests=_digest_forms(state),
     )
+
+
+def _digest_forms(state: State) -> dict[str, list[str]]:
+    forms: dict[str, list[str]] = {}
+    for model in state.models.values() if state.config.digest_share else ():
+        held = forms.setdefault(model.model_id, [])
+        if model.digest_form.name not in held:
+            held.append(model.digest_form.name)
+    return forms
 
 
 def _tier_bytes(state: State, slots: NDArray[np.int64]) -> dict[str, int]:

@@ -111,7 +111,7 @@ def solve(sums: Sequence[KeySums], asked: Floats | Doubles) -> State:
     rows[:, :, 0] -= page_tokens * mean[..., :, None] * mean[..., None, :]  # the other cosines see no mean
     level = np.trace(asked, axis1=-2, axis2=-1)[..., None, None] / dim
     root, inverse = _root(
-        np.where(level > 0, asked, 1.0) / np.where(level > 0, level, 1.0) + EVEN * np.eye(dim)
+        np.where(level > 0, asked, np.eye(dim)) / np.where(level > 0, level, 1.0) + EVEN * np.eye(dim)
     )
     _, vectors = np.linalg.eigh(root @ rows.mean(2) @ root)
     vectors = vectors[..., ::-1]
@@ -177,7 +177,8 @@ class Transform:
         usual = variance[..., 1:, :].sum((-1, -2), dtype=np.float64)
         gain = np.sqrt(np.maximum(spread, np.finfo(np.float64).tiny) / np.maximum(usual, TINY))
         code = np.clip(np.rint(GAINS * np.log(gain)) + MIDDLE, 0, NOTHING - 1).astype(np.int64)
-        unit: Floats = np.asarray(found / np.sqrt(variance), np.float32)
+        with np.errstate(over="ignore"):
+            unit: Floats = np.asarray(found / np.sqrt(variance), np.float32)
         unit[..., 1:, :] /= GAIN[code][..., None, None]
         records = np.zeros((*keys.shape[:3], self._size), np.uint8)
         records[..., 0] = np.where(finite, code, NOTHING)

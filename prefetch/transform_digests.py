@@ -8,6 +8,7 @@ process that has it reads the same records.
 from __future__ import annotations
 
 import math
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -73,8 +74,8 @@ def _levels() -> Floats:
 
 
 def _boundary_table() -> Floats:
-    """`[EQUAL, EQUAL]`: of codes of so many magnitudes; infinity behind the last."""
-    table = np.full((EQUAL, EQUAL), np.inf, np.float32)
+    """`[EQUAL, EQUAL]`: of codes of so many magnitudes."""
+    table = np.zeros((EQUAL, EQUAL), np.float32)
     for width in range(1, len(BOUNDARIES)):
         table[1 << (width - 1), : len(BOUNDARIES[width])] = BOUNDARIES[width]
     return table
@@ -107,11 +108,13 @@ class TransformForm:
             raise ValueError(f"a state of digests has {state.size} values; {floats} are needed")
         state = np.ascontiguousarray(state).reshape(-1)
         key = (self.size, geometry, layers, xxhash.xxh3_128_digest(state.data))
-        if key not in _made:
-            while len(_made) >= KEPT:
-                _made.pop(next(iter(_made)), None)
-            _made[key] = self._of(geometry, layers, state)
-        return _made[key]
+        with _making:
+            found = _made.get(key)
+            if found is None:
+                while len(_made) >= KEPT:
+                    del _made[next(iter(_made))]
+                found = _made[key] = self._of(geometry, layers, state)
+        return found
 
     def _of(self, geometry: Geometry, layers: int, state: Floats) -> TransformDigests:
         ends = np.cumsum([math.prod(shape) for shape in _shapes(geometry)])[:-1]
@@ -121,6 +124,8 @@ class TransformForm:
 
 
 _made: dict[tuple[int, Geometry, int, bytes], TransformDigests] = {}
+_making = threading.Lock()
+"""Sessions of several threads ask."""
 
 
 class TransformDigests:
@@ -225,13 +230,13 @@ def _columns(bits: NDArray[np.int64], variance: Floats) -> dict[str, NDArray[np.
 
 @kernel()
 def code_of(unit: np.float32, mask: int) -> int:
-    """The code of a coefficient of unit variance, one of `mask + 1`."""
+    """The code of a coefficient of unit variance, one of `mask + 1`. It may be infinite: keys far above the model's."""
     half, size, index = (mask + 1) >> 1, abs(unit), 0
     if half >= EQUAL:
         step = STEP_4 if half == EQUAL else STEP_5
         index = int(min(size / step, np.float32(half - 1)))
     else:
-        while size >= BOUNDARY_TABLE[half, index]:
+        while index < half - 1 and size >= BOUNDARY_TABLE[half, index]:
             index += 1
     return index + half if unit < 0 else index
 

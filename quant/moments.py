@@ -14,10 +14,11 @@ import contextlib
 import os
 import re
 import tempfile
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,7 +39,8 @@ _UNEVEN = 1e-4
 """How far a symmetric matrix may differ from its transpose, of its largest entry."""
 
 _DAMAGE = (
-    ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error, msgspec.MsgspecError,
+    ValueError, KeyError, EOFError, RuntimeError, MemoryError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile,
+    zlib.error, msgspec.MsgspecError,
 )  # fmt: skip
 """What reading a file of other bytes can raise."""
 
@@ -233,13 +235,21 @@ def _check_shape(moments: Moments, about: About) -> None:
 def _read(path: Path, names: tuple[str, ...]) -> tuple[About, dict[str, Floats]]:
     try:
         with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-            said = msgspec.json.decode(file["about"].tobytes(), type=dict[str, object])
+            said = msgspec.json.decode(_array(file, "about").tobytes(), type=dict[str, object])
             if (version := said.pop("version", None)) != VERSION:
                 raise ConfigError(
                     f"the calibration {path} has version {version}, and this tierkv reads {VERSION}; {REDO}"
                 )
-            return msgspec.convert(said, About), {name: file[name] for name in names}
+            return msgspec.convert(said, About), {name: _array(file, name) for name in names}
     except OSError as error:
         raise ConfigError(f"the calibration {path} cannot be read: {error}; {REDO}") from error
     except _DAMAGE as error:
         raise ConfigError(f"{path} is not a whole calibration: {error}; {REDO}") from error
+
+
+def _array(file: np.lib.npyio.NpzFile, name: str) -> NDArray[Any]:
+    """Raises ValueError where the member is none: numpy hands its bytes out then."""
+    found = file[name]
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"{name} is no array")
+    return found

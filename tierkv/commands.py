@@ -65,6 +65,7 @@ def status(state_dir: StateDir = None, as_json: Json = False) -> None:
                 *([("middle form", now["middle"])] if now["middle"] else []),
                 *([("policy file", file)] if (file := now["config"]["policy_file"]) else []),
                 *(("model", f"{model}: {how}") for model, how in now["calibrations"].items()),
+                *(("digests", f"{model}: {', '.join(forms)}") for model, forms in now["digests"].items()),
                 (
                     "sessions",
                     f"{stats['sessions']:.0f} of {stats['workers']:.0f} workers, {stats['tokens']:,.0f} tokens",

@@ -215,6 +215,9 @@ def test_a_calibrated_models_session_reads_the_digests_that_the_daemon_is_set_to
                 with pytest.raises(ConfigError, match="no calibration of 'tiny@fedcba9876543210'"):
                     client.open(SMALL, OTHER)
             session = client.open(SMALL, MODEL)
+            until(lambda: owner.status()["digests"] == {MODEL: [form]})
+            shown = CliRunner().invoke(app, ["status", "--state-dir", str(tmp_path / "s")])
+            assert f"{MODEL}: {form}" in shown.output
             session.begin(0)
             digests = session.pool.digests
             assert (digests is None) == (form != "deviation")  # its state is not fitted yet

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+import pytest
+
 from tests.stateful.world import WorkerSession, World
 from tierkv.daemon import events
 from tierkv.daemon.allocator import aligned
@@ -145,3 +150,55 @@ def test_a_session_whose_model_has_no_state_yet_gets_what_the_new_owner_chooses(
     assert model.digest_form.name == "deviation"
     append(w, session, 160)
     assert session.digest == "deviation" and cold_digests(session)
+
+
+def test_deviations_of_a_model_that_was_never_fitted_stay_deviations() -> None:
+    """They have no state, and lie in HBM all the same."""
+    w = world(known=())
+    session = opened(w)
+    w.writes_poison = True  # the codec refuses such pages
+    append(w, session, 60)
+    assert session.codec_state == NOWHERE and cold_digests(session)
+    before = [row.digest for row in session.rows]
+    restarted(w, digest_models=KNOWN)
+    (model,) = w.brain.state.models.values()
+    assert model.digest_form.name == "deviation" and [row.digest for row in session.rows] == before
+    restarted(w, digest_models=(), digest="transform")
+    assert session.digest == "deviation" and cold_digests(session)
+
+
+@pytest.mark.parametrize("stale_first", [True, False])
+def test_sessions_that_share_pages_stay_of_one_model(stale_first: bool) -> None:
+    """One of them has not read the plan yet that names the state."""
+    w = world(frames=60)
+    old = opened(w)
+    append(w, old, 8)
+    w.fork(old)
+    w.settle()
+    child = next(session for session in w.sessions.values() if session is not old)
+    fitted, stale = (child, old) if stale_first else (old, child)
+    for _ in range(40):
+        assert isinstance(w.reserve(fitted, 1), Reserved)
+        w.write(fitted, [Run(Region.USER, 16)], 0)
+        w.feed(events.Tick())
+        for move in list(w.moves):
+            w.finish_move(move)
+    w.adopt_plans(fitted, acknowledge=True)
+    assert fitted.codec_state != NOWHERE and stale.codec_state == NOWHERE
+    restarted(w, digest_models=())
+    (model,) = w.brain.state.models.values()
+    w.adopt_plans(stale, acknowledge=True)
+    assert model.digest_form.name == fitted.digest == "transform-12"
+    assert model.state == fitted.codec_state and model.sessions == {old.id, child.id}
+
+
+def test_a_calibrated_model_is_served_where_pages_fill_hbm_and_its_digests_state_finds_no_room() -> None:
+    known = (*KNOWN, msgspec.structs.replace(KNOWN[0], model_id="model-3"))
+    for setting, form in (("auto", "deviation"), ("transform", None)):
+        w = world("auto", known)
+        append(w, opened(w), 160)
+        w.brain.state.config = replace(w.config, digest=setting)
+        result = w.ask(events.Opened, "a", "model-3", PAGED, SessionOptions())
+        models = {model.model_id: model.digest_form.name for model in w.brain.state.models.values()}
+        assert models.get("model-3") == form and isinstance(result, Failure) == (form is None)
+        assert w.brain.state.hbm.free_bytes < aligned(STATE)

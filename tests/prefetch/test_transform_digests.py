@@ -15,7 +15,7 @@ from tierkv.prefetch import digest_forms
 from tierkv.prefetch.deviation import DEVIATION
 from tierkv.prefetch.transform import GAIN, NOTHING, KeySums, solve
 from tierkv.prefetch.transform_digests import TransformDigests, TransformForm, flat_state
-from tierkv.quant.moments import About
+from tierkv.quant.moments import About, plain_keys
 
 SHAPE = (3, 2, 40, 16, 24)
 GEOMETRY = Geometry(3, 2, 24, "float32")
@@ -111,6 +111,20 @@ def test_keys_that_are_not_finite_spoil_their_own_record_only(bad: float) -> Non
         assert told.tolist() == [True, True, False, True, True, True]
 
 
+@pytest.mark.parametrize("size", [4, 12, 200])
+def test_keys_far_above_the_models_take_the_largest_codes_and_no_others_bits(size: int) -> None:
+    """Divided by the model's deviation they are infinite."""
+    geometry = Geometry(1, 1, 24, "float32")
+    plain = plain_keys(geometry)
+    keys = plain._replace(variance=np.float32(1e-6) * plain.variance)
+    digests = TransformForm(size).of(geometry, 0, flat_state(keys))
+    values = np.zeros(geometry.shape, np.float32)
+    values[0, 0] = 1e36 * np.random.default_rng(5).standard_normal(values[0, 0].shape)
+    ours, theirs = both_writes(digests, values.view(np.uint8).reshape(-1), 16)
+    assert theirs[0] not in (0, NOTHING)
+    np.testing.assert_array_equal(ours, theirs)
+
+
 def test_a_state_of_another_size_and_other_pages_are_refused() -> None:
     with pytest.raises(ValueError, match="values"):
         TransformForm(12).of(GEOMETRY, 0, STATE[:-1])
@@ -134,6 +148,13 @@ def test_a_model_has_transform_digests_where_it_was_calibrated() -> None:
     assert form("auto", room=4 * len(STATE)) == form("transform", room=0) == "transform-12"
     with pytest.raises(ConfigError, match="run tierkv calibrate"):
         form("transform", pages_of_8)
+
+
+def test_heads_that_nobody_asked_take_all_directions_alike() -> None:
+    sums = KeySums(1, 16, 24)
+    sums.add(keys_of(0)[0, :1], np.full(SHAPE[2], 16))
+    none, even = solve([sums], np.zeros((1, 1, 24, 24))), solve([sums], np.eye(24)[None, None])
+    np.testing.assert_array_equal(none.variance, even.variance)
 
 
 @pytest.mark.parametrize(

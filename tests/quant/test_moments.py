@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import msgspec
@@ -123,6 +124,21 @@ def test_a_file_whose_damage_reads_as_a_password_is_not_a_whole_one(tmp_path: Pa
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="not a whole calibration"):
         read_about(path)
+
+
+@pytest.mark.parametrize("member", ["about", "pages_mean"])
+@pytest.mark.parametrize("damage", [b"no array", b"\x93NUMPY\x01\x00\x07\x00{'a': (\n"])
+def test_a_file_of_which_a_member_is_no_array_is_not_a_whole_one(
+    tmp_path: Path, member: str, damage: bytes
+) -> None:
+    """Its checksums are right: it was written so."""
+    whole, path = tmp_path / "whole.npz", tmp_path / "a.npz"
+    save(whole, random_moments(), KEYS, ABOUT)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, damage if name == f"{member}.npy" else source.read(name))
+    with pytest.raises(ConfigError, match=r"a\.npz is not a whole calibration"):
+        load_keys(path)
 
 
 def test_files_of_others_are_refused_by_name(tmp_path: Path) -> None:
