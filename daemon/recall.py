@@ -186,10 +186,9 @@ class Recall:
                 return set(self._waiting)
             elif pages.retry_at[slot] > self._state.now or not self.encodable(slot):
                 continue
-            elif self._pressure.demanded(self._state.sessions[number]):
-                if moves.flying or self._state.sessions[number].retiring_bytes:
-                    coming.add(number)  # what leaves now leaves for a step's own tokens: they come first
-            elif self.start(self._state.sessions[number], slot):
+            elif self._first_its_own(self._state.sessions[number]) or self.start(
+                self._state.sessions[number], slot
+            ):
                 coming.add(number)
             else:
                 without_room.add(number)
@@ -198,6 +197,10 @@ class Recall:
                 if self._make_room(self._state.sessions[number], waiting, slot, lacking):
                     coming.add(number)
         return coming
+
+    def _first_its_own(self, session: Session) -> bool:
+        """What leaves under the session's budget leaves for a step's own tokens: pages that it asked for come later."""
+        return session.options.hbm_budget > 0 and self._pressure.demanded(session) > 0
 
     def _queue(self) -> list[tuple[int, int]]:
         """`(session, slot)` of every page that is waited for, first the one to begin with."""
