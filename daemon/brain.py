@@ -290,6 +290,8 @@ class Brain:
             )
         self.hints.stepped(session)
         self._cut(session, event.length)
+        if state.paused_within(session.family):  # they may be alone with pages now
+            state.mark_absence(session)
         self.hints.cropped(session)
         session.stale, session.active_at = True, state.now
         self._answer(event.request, Table(state.table(session)))

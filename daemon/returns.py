@@ -50,6 +50,7 @@ class _Want:
     reason: Reason
     began: float
     count: int
+    mass: float  # most that one of them gets
     stuck: bool = False  # it had to wait for room, so how long it took tells nothing of moves
 
 
@@ -63,7 +64,8 @@ class Returns:
         self._scores = scores
         self._recall = recall
         self._wants: dict[int, _Want] = {}
-        self._stuck = False  # nothing gave way for the soonest of them: looked at again at the next tick
+        self._stuck: set[int] = set()
+        """Models for whose first want nothing gave way: looked at again at the next tick."""
         self.page_seconds = FIRST_PAGE_SECONDS
         """Measured: seconds a page of a return."""
 
@@ -79,13 +81,14 @@ class Returns:
     def tick(self) -> None:
         """Time passed: some paused sessions are about to resume."""
         state, now = self._state, self._state.now
-        self._stuck = False
+        self._stuck.clear()
+        changed: dict[int, Session] = {}  # one of each family: that marks them all
         for number, absence in state.absent.items():
             session, before = state.sessions[number], (absence.back_at, absence.near)
             absence.look(now)
             absence.approach(now, LEAST_MARGIN_SECONDS + self._seconds(absence))
             if (absence.back_at, absence.near) != before:
-                state.mark_absence(session)
+                changed[min(session.family)] = session
                 session.stale |= absence.near != before[1]
             want = self._wants.get(number)
             if not absence.near:
@@ -95,6 +98,8 @@ class Returns:
                 want.back_at = absence.back_at
             elif np.any(state.pages.kind[absence.pages] == Kind.NONE):
                 self._add(session, absence.pages, absence.back_at, np.inf, "resume")
+        for session in changed.values():
+            state.mark_absence(session)
 
     def _seconds(self, absence: Absence) -> float:
         """What the return of a paused session's pages is expected to take."""
@@ -105,9 +110,12 @@ class Returns:
         before = self._wants.get(session.id)
         named = [] if before is None else before.slots
         missing = self._missing(session, list(dict.fromkeys([*named, *slots.tolist()])))
-        self._stuck = False
+        self._stuck.discard(session.model.index)
         if missing:
-            self._wants[session.id] = _Want(missing, back_at, until, reason, self._state.now, len(missing))
+            mass = float(self._state.pages.mass[missing].max())
+            self._wants[session.id] = _Want(
+                missing, back_at, until, reason, self._state.now, len(missing), mass
+            )
         else:
             self._wants.pop(session.id, None)
 
@@ -120,27 +128,35 @@ class Returns:
         return missing
 
     def advance(self) -> None:
-        """Go on with what is to come back, soonest needed first."""
+        """Go on with what is to come back, as far as moves may begin: this is asked at every event."""
         state = self._state
-        if self._stuck:
-            return
-        for number, want in sorted(self._wants.items(), key=lambda item: (item[1].back_at, item[0])):
+        for number, want in sorted(self._wants.items(), key=self._order):
+            if self._moves.full():
+                return
             session = state.sessions.get(number)
             if session is None or state.now > want.until:
                 del self._wants[number]
                 continue
             if number in state.absent and self._pressure.short:
+                want.stuck = True
                 continue  # room that is made for others is theirs, else it would be made anew for ever
+            if session.model.index in self._stuck:
+                want.stuck = True
+                continue
             want.slots = self._missing(session, want.slots)
             if want.slots:
                 self._bring(session, want)
-                if self._stuck:
-                    want.stuck = True
-                    return
             else:
                 del self._wants[number]
                 if not want.stuck:
                     self._measure((state.now - want.began) / want.count)
+
+    def _order(self, item: tuple[int, _Want]) -> tuple[float, float, int]:
+        """Soonest needed first; of those that are needed now, those that get most. So what nothing gives way for holds
+        back none that more would give way for.
+        """
+        number, want = item
+        return max(want.back_at, self._state.now), -want.mass, number
 
     def _measure(self, seconds: float) -> None:
         self.page_seconds += SMOOTHING * (seconds - self.page_seconds)
@@ -171,6 +187,7 @@ class Returns:
         pages, model = self._state.pages, session.model
         if self._pressure.budgets.room(session) < model.quant.item:
             self._pressure.make_budget_room(session)
+            want.stuck = True
             return
         coming = self._recall.slots_coming(session, False)
         coming += self._pressure.frames_coming() // model.exact.frame * model.quant.items
@@ -183,7 +200,9 @@ class Returns:
         coming += self._replace_colder(model.index, want, lacking - coming)
         if coming < lacking:
             coming += self._send(self._later(model.index, want.back_at), lacking - coming, model, "pause")
-        self._stuck = not coming
+        if not coming:
+            want.stuck = True
+            self._stuck.add(model.index)
 
     def _send(self, victims: Iterable[int], wanted: int, model: Model, reason: Reason) -> int:
         """Pages leave until `wanted` low-bit slots are on their way to be free. Returns how many are."""
