@@ -152,3 +152,30 @@ def test_while_no_move_may_begin_nobodys_pages_are_looked_at(monkeypatch: pytest
     monkeypatch.setattr(w.brain.moves, "full", lambda: True)
     w.feed(events.Acked(first.client, first.id, 0))
     assert not looked
+
+
+# Prediction --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("predict", [False, True])
+def test_a_session_that_is_merely_slow_keeps_sinks_and_last_tokens_exact_unless_silence_is_predicted(
+    predict: bool,
+) -> None:
+    """Why that is off by default (docs/decisions/0011): a step every four seconds is a person's pace."""
+    w = world(hbm_frames=16, host_frames=400, predict=predict)
+    slow, other = opened(w), opened(w)
+    append(w, slow, 16)
+    append(w, other, 8)
+    w.settle()
+    for _ in range(5):
+        pass_time(w, 4.0)
+        append(w, other, 4)
+        w.settle()
+        assert Kind.NONE not in kinds(slow)
+        append(w, slow, 1)
+        w.settle()
+    pass_time(w, 4.0)
+    append(w, other, 4)
+    w.settle()
+    guarded = (kinds(slow)[0], kinds(slow)[-1])
+    assert (guarded == (Kind.EXACT, Kind.EXACT)) is not predict
