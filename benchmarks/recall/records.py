@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 
-class Record(msgspec.Struct, frozen=True):
-    """An arm on an input. Without a budget: an estimator of all layers, and no placement. `None` is not measured.
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An arm on an input. Without a budget: an estimator of all layers, and no placement. `None`, and
+    what a file leaves out, is not measured.
 
     Attributes:
         budget: share of the context's bytes in bfloat16.

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.daemon.test_brain import FRAME, append, world
-from tests.daemon.test_recall import ask, cold, fill_up, ids, observe, wait, with_cold_pages
-from tests.stateful.world import SMALL
+from tests.daemon.test_brain import append
+from tests.daemon.test_recall import ask, cold, fill_up, ids, observe, wait, with_a_budget, with_cold_pages
 from tierkv.daemon import events
 from tierkv.daemon.pages import Outcome
-from tierkv.protocol import SessionOptions
 from tierkv.table import Kind
 
 
@@ -62,11 +60,7 @@ def test_what_comes_into_free_room_is_no_bet() -> None:
 
 def test_a_step_that_needs_room_comes_before_the_pages_that_it_asked_for() -> None:
     """Under a budget what leaves for a reservation is not taken by pages that would leave again at once."""
-    w = world(hbm_frames=30, host_frames=200, digest_share=0.2)
-    session = w.open("a", SMALL, SessionOptions(hbm_budget=6 * FRAME))
-    assert session is not None
-    append(w, session, 60)
-    w.settle()
+    w, session = with_a_budget()
     w.reserve(session, 2)
     back = w.brain.state.counters.recalled_pages
     request = ask(w, session, cold(session)[:8], mass=0.9, seconds=60.0)

@@ -39,6 +39,16 @@ def with_cold_pages(pages: int = 160, **options: object) -> tuple[World, WorkerS
     return w, session
 
 
+def with_a_budget() -> tuple[World, WorkerSession]:
+    """A session of 60 pages within six of 30 frames."""
+    w = world(hbm_frames=30, host_frames=200, digest_share=0.2)
+    session = w.open("a", SMALL, SessionOptions(hbm_budget=6 * FRAME))
+    assert session is not None
+    append(w, session, 60)
+    w.settle()
+    return w, session
+
+
 def fill_up(w: World) -> None:
     """Cold pages come back by themselves while there is room: then there is none."""
     for _ in range(20):
@@ -431,11 +441,7 @@ def test_digests_do_not_fill_a_sessions_own_budget(monkeypatch: pytest.MonkeyPat
 
 
 def test_pages_on_their_way_back_count_in_the_sessions_budget() -> None:
-    w = world(hbm_frames=30, host_frames=200, digest_share=0.2)
-    session = w.open("a", SMALL, SessionOptions(hbm_budget=6 * FRAME))
-    assert session is not None
-    append(w, session, 60)
-    w.settle()
+    w, session = with_a_budget()
     request = ask(w, session, cold(session)[:16], mass=0.9)
     held = w.brain.state.sessions[session.id]
     while request not in w.answers:
